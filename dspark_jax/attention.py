@@ -1,0 +1,101 @@
+"""Attention over (a row's cached context) ∪ (the tokens of this pass), for verification and for the drafter's block alike.
+
+Axes: B rows, T slots, Q query heads, K key/value heads, G = Q/K, S cached positions read, H head width. The context read
+is the smallest compiled size that covers the longest row, so a pass costs what is in use and not what is allocated.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from dspark_jax.cache import KVCache, context_sizes
+
+MASKED = -1e30
+
+
+def context_bucket(context: jax.Array, capacity: int) -> jax.Array:
+    """Index of the smallest compiled context size that covers every row; one number per pass."""
+    sizes = jnp.asarray(context_sizes(capacity), jnp.int32)
+    return jnp.searchsorted(sizes, jnp.max(context), side="left").astype(jnp.int32)
+
+
+def attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    block_mask: jax.Array,
+    cache: KVCache,
+    layer: jax.Array,
+    context: jax.Array,
+    bucket: jax.Array,
+    window: jax.Array | None,
+) -> jax.Array:
+    """Softmax attention of one layer.
+
+    Args:
+      q: ``[B, T, Q, H]``, rotated; k, v: ``[B, T, K, H]`` of this pass.
+      block_mask: bool ``[B, T, T]``, which slot sees which.
+      cache: read only, valid on ``[0, context[b])``; layer: index into it.
+      bucket: from ``context_bucket``.
+      window: int32 scalar, width of the sliding window (0: none), or None when no layer has one. A query at position p
+        sees keys at positions above p - window; slot t stands at position context + t.
+
+    Returns: ``[B, T, Q, H]`` in the dtype of ``q``.
+    """
+    rows, width, heads, head_dim = q.shape
+    kv_heads = k.shape[2]
+    group = heads // kv_heads
+    # Fold the query group into the rows of one product per (row, kv head): [B, K, G*T, H].
+    folded = q.reshape(rows, width, kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
+    folded = (folded * jnp.asarray(head_dim**-0.5, q.dtype)).reshape(rows, kv_heads, group * width, head_dim)
+    k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
+    slot = jnp.arange(width, dtype=jnp.int32)
+    if window is not None:
+        distance = jnp.abs(slot[:, None] - slot[None, :])
+        block_mask = block_mask & ((window == 0) | (distance < window))[None]
+    block_mask = jnp.broadcast_to(block_mask[:, None, None], (rows, 1, group, width, width))
+    block_mask = block_mask.reshape(rows, 1, group * width, width)
+    own = jnp.where(block_mask, _scores(folded, k), MASKED)
+
+    def over(size: int) -> jax.Array:
+        shape = (1, rows, kv_heads, size, head_dim)
+        start = (layer, *(jnp.zeros((), layer.dtype),) * 4)
+        old_k = jax.lax.dynamic_slice(cache.k, start, shape)[0].astype(q.dtype)
+        old_v = jax.lax.dynamic_slice(cache.v, start, shape)[0].astype(q.dtype)
+        at = jnp.arange(size, dtype=jnp.int32)
+        live = at[None, :] < context[:, None]
+        seen = jnp.broadcast_to(live[:, None, None, :], (rows, 1, 1, size))
+        if window is not None:
+            oldest = context[:, None] + slot[None, :] - window
+            near = (window == 0) | (at[None, None, :] > oldest[:, :, None])
+            near = jnp.broadcast_to(near[:, None, None], (rows, 1, group, width, size))
+            seen = seen & near.reshape(rows, 1, group * width, size)
+        # Garbage past the clock may be anything, NaN included: a zero weight alone would not silence it.
+        old_v = jnp.where(live[:, None, :, None], old_v, jnp.zeros((), q.dtype))
+        past = jnp.where(seen, _scores(folded, old_k), MASKED)
+        top = jnp.maximum(past.max(-1, keepdims=True), own.max(-1, keepdims=True))
+        past_weight, own_weight = jnp.exp(past - top), jnp.exp(own - top)
+        total = past_weight.sum(-1, keepdims=True) + own_weight.sum(-1, keepdims=True)
+        out = _mix(past_weight.astype(q.dtype), old_v) + _mix(own_weight.astype(q.dtype), v)
+        return (out / total).astype(q.dtype)
+
+    sizes = context_sizes(cache.capacity)
+    if len(sizes) == 1:
+        out = over(sizes[0])
+    else:
+        out = jax.lax.switch(bucket, [functools.partial(over, size) for size in sizes])
+    out = out.reshape(rows, kv_heads, group, width, head_dim).transpose(0, 3, 1, 2, 4)
+    return out.reshape(rows, width, heads, head_dim)
+
+
+def _scores(q: jax.Array, k: jax.Array) -> jax.Array:
+    """``[B, K, R, H] x [B, K, S, H] -> [B, K, R, S]`` in float32."""
+    return jax.lax.dot_general(q, k, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32)
+
+
+def _mix(weights: jax.Array, v: jax.Array) -> jax.Array:
+    """``[B, K, R, S] x [B, K, S, H] -> [B, K, R, H]`` in float32."""
+    return jax.lax.dot_general(weights, v, (((3,), (2,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32)

@@ -1,0 +1,382 @@
+"""Model configurations: frozen, hashable, read from Hugging Face / DeepSpec ``config.json`` dictionaries.
+
+``source`` is the name of the file a dictionary came from; every error names it together with the key, the value and
+what is legal.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from dspark_jax.errors import ConfigError
+
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+HEAD_TYPES = ("vanilla", "gated", "rnn")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding: base ``theta`` and, beyond ``default``, the scaling of long contexts."""
+
+    theta: float = 10000.0
+    type: str = "default"
+    factor: float = 1.0
+    original_max_positions: int = 0
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    attention_factor: float | None = None  # yarn; None: 0.1 ln(factor) + 1
+
+
+@dataclasses.dataclass(frozen=True)
+class TargetConfig:
+    """A dense decoder-only transformer of the Llama or Qwen3 family."""
+
+    architecture: str  # "llama" | "qwen3"
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    max_positions: int
+    tie_embeddings: bool
+    windows: tuple[int, ...]  # one a layer; 0: full attention, else the width of the sliding window
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    @property
+    def qk_norm(self) -> bool:
+        return self.architecture == "qwen3"
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftConfig:
+    """A DSpark drafter (SPEC section 3). Its layers are of the Qwen3 form; ``markov_rank`` 0 means no sequential head."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    max_positions: int
+    windows: tuple[int, ...]
+    block_size: int
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
+    num_target_layers: int
+    markov_rank: int
+    markov_head_type: str  # "vanilla" | "gated" | "rnn"; without meaning at rank 0
+    confidence_head: bool
+    confidence_with_markov: bool
+    num_anchors: int = 512  # training only; kept so that a checkpoint survives the round trip
+
+
+_MISSING = object()
+
+
+def _get(cfg: Mapping[str, Any], key: str, source: str, kind: type | tuple[type, ...], default: Any = _MISSING) -> Any:
+    value = cfg.get(key, _MISSING)
+    if value is _MISSING or (value is None and default is not _MISSING):
+        if default is _MISSING:
+            raise ConfigError(f"{source}: key {key!r} is missing")
+        return default
+    if isinstance(value, bool) and bool not in (kind if isinstance(kind, tuple) else (kind,)):
+        raise ConfigError(f"{source}: {key}={value!r} is not a number")
+    if not isinstance(value, kind):
+        names = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
+        raise ConfigError(f"{source}: {key}={value!r} must be {names}")
+    return value
+
+
+def _positive(cfg: Mapping[str, Any], key: str, source: str, default: Any = _MISSING) -> int:
+    value = _get(cfg, key, source, int, default)
+    if value < 1:
+        raise ConfigError(f"{source}: {key}={value} must be at least 1")
+    return int(value)
+
+
+def rope_from_hf(cfg: Mapping[str, Any], source: str, max_positions: int) -> RopeConfig:
+    """Resolve rope settings in either form: flat ``rope_theta`` (+ ``rope_scaling``), or nested ``rope_parameters``.
+
+    A nested theta wins over a flat one; without any the documented default of both families, 10000, is used.
+    """
+    nested: dict[str, Any] = {}
+    for key in ("rope_scaling", "rope_parameters"):
+        value = _get(cfg, key, source, dict, {})
+        if any(isinstance(v, dict) for v in value.values()):
+            raise ConfigError(f"{source}: {key} holds one setting per layer type, which Llama and Qwen3 models do not use")
+        nested |= value
+    theta = nested.get("rope_theta", cfg.get("rope_theta"))
+    theta = 10000.0 if theta is None else theta
+    if isinstance(theta, bool) or not isinstance(theta, (int, float)) or not theta > 0:
+        raise ConfigError(f"{source}: rope_theta={theta!r} must be a positive number")
+    kind = nested.get("rope_type", nested.get("type", "default"))
+    if kind not in ROPE_TYPES:
+        raise ConfigError(f"{source}: rope type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
+    partial = nested.get("partial_rotary_factor", cfg.get("partial_rotary_factor", 1.0))
+    if partial not in (None, 1, 1.0):
+        raise ConfigError(f"{source}: partial_rotary_factor={partial!r} is not supported; only 1.0 is")
+    if kind == "default":
+        return RopeConfig(theta=float(theta))
+    factor = _get(nested, "factor", f"{source}: rope ({kind})", (int, float))
+    if factor < 1:
+        raise ConfigError(f"{source}: rope factor={factor!r} must be at least 1")
+    rope = RopeConfig(theta=float(theta), type=kind, factor=float(factor))
+    if kind == "linear":
+        return rope
+    where = f"{source}: rope ({kind})"
+    original = _positive(nested, "original_max_position_embeddings", where, max_positions)
+    if kind == "llama3":
+        low = float(_get(nested, "low_freq_factor", where, (int, float)))
+        high = float(_get(nested, "high_freq_factor", where, (int, float)))
+        if not low < high:
+            raise ConfigError(f"{where}: low_freq_factor={low} must be below high_freq_factor={high}")
+        return dataclasses.replace(
+            rope, original_max_positions=original, low_freq_factor=low, high_freq_factor=high
+        )
+    for key in ("mscale", "mscale_all_dim"):
+        if nested.get(key) is not None:
+            raise ConfigError(f"{where}: {key}={nested[key]!r} is not supported")
+    if nested.get("truncate", True) is not True:
+        raise ConfigError(f"{where}: truncate={nested['truncate']!r} is not supported; only true is")
+    attention = _get(nested, "attention_factor", where, (int, float), None)
+    return dataclasses.replace(
+        rope,
+        original_max_positions=original,
+        beta_fast=float(_get(nested, "beta_fast", where, (int, float), 32.0)),
+        beta_slow=float(_get(nested, "beta_slow", where, (int, float), 1.0)),
+        attention_factor=None if attention is None else float(attention),
+    )
+
+
+def _windows(cfg: Mapping[str, Any], source: str, num_layers: int) -> tuple[int, ...]:
+    """Per-layer window widths from ``layer_types``, or from ``use_sliding_window`` and ``max_window_layers``."""
+    width = _get(cfg, "sliding_window", source, int, 0)
+    types = _get(cfg, "layer_types", source, (list, tuple), None)
+    if types is None:
+        sliding = bool(cfg.get("use_sliding_window", False)) and width > 0
+        first = _get(cfg, "max_window_layers", source, int, 0)
+        types = ["sliding_attention" if sliding and i >= first else "full_attention" for i in range(num_layers)]
+    if len(types) != num_layers:
+        raise ConfigError(f"{source}: layer_types has {len(types)} entries, the model has {num_layers} layers")
+    for kind in types:
+        if kind not in ("full_attention", "sliding_attention"):
+            raise ConfigError(f"{source}: layer type {kind!r} is unknown; legal: full_attention, sliding_attention")
+        if kind == "sliding_attention" and width < 1:
+            raise ConfigError(f"{source}: a sliding layer needs sliding_window >= 1, got {cfg.get('sliding_window')!r}")
+    return tuple(width if kind == "sliding_attention" else 0 for kind in types)
+
+
+def _decoder_fields(cfg: Mapping[str, Any], source: str) -> dict[str, Any]:
+    hidden = _positive(cfg, "hidden_size", source)
+    heads = _positive(cfg, "num_attention_heads", source)
+    kv_heads = _positive(cfg, "num_key_value_heads", source, heads)
+    if heads % kv_heads:
+        raise ConfigError(
+            f"{source}: num_attention_heads={heads} must be a multiple of num_key_value_heads={kv_heads}"
+        )
+    if cfg.get("head_dim") is None and hidden % heads:
+        raise ConfigError(f"{source}: no head_dim, and hidden_size={hidden} is not a multiple of {heads} heads")
+    head_dim = _positive(cfg, "head_dim", source, hidden // heads)
+    if head_dim % 2:
+        raise ConfigError(f"{source}: head_dim={head_dim} must be even")
+    for key in ("attention_bias", "mlp_bias"):
+        if cfg.get(key):
+            raise ConfigError(f"{source}: {key}={cfg[key]!r} is not supported; only false is")
+    act = cfg.get("hidden_act", "silu")
+    if act != "silu":
+        raise ConfigError(f"{source}: hidden_act={act!r} is not supported; only 'silu' is")
+    if cfg.get("quantization_config"):
+        raise ConfigError(f"{source}: quantization_config is not supported; convert the model to bfloat16 or float32")
+    layers = _positive(cfg, "num_hidden_layers", source)
+    max_positions = _positive(cfg, "max_position_embeddings", source)
+    eps = float(_get(cfg, "rms_norm_eps", source, (int, float)))
+    if not 0 < eps < 1:
+        raise ConfigError(f"{source}: rms_norm_eps={eps} must lie between 0 and 1")
+    return dict(
+        vocab_size=_positive(cfg, "vocab_size", source),
+        hidden_size=hidden,
+        intermediate_size=_positive(cfg, "intermediate_size", source),
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=eps,
+        rope=rope_from_hf(cfg, source, max_positions),
+        max_positions=max_positions,
+        windows=_windows(cfg, source, layers),
+    )
+
+
+def _token_ids(value: Any, key: str, source: str, vocab: int) -> tuple[int, ...]:
+    ids = () if value is None else tuple(value) if isinstance(value, (list, tuple)) else (value,)
+    for i in ids:
+        if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < vocab:
+            raise ConfigError(f"{source}: {key}={value!r} must hold token ids in [0, {vocab})")
+    return ids
+
+
+def target_config_from_hf(cfg: Mapping[str, Any], source: str = "config.json") -> TargetConfig:
+    """Read a target's ``config.json``. The architecture is chosen by ``model_type``.
+
+    Raises:
+      ConfigError: a missing key, an illegal value, an unsupported architecture, rope type or feature.
+    """
+    kind = cfg.get("model_type")
+    if kind not in ARCHITECTURES:
+        raise ConfigError(f"{source}: model_type={kind!r} is not supported; supported: {', '.join(ARCHITECTURES)}")
+    fields = _decoder_fields(cfg, source)
+    bos = _token_ids(cfg.get("bos_token_id"), "bos_token_id", source, fields["vocab_size"])
+    return TargetConfig(
+        architecture=kind,
+        tie_embeddings=_get(cfg, "tie_word_embeddings", source, bool, False),
+        bos_token_id=bos[0] if bos else None,
+        eos_token_ids=_token_ids(cfg.get("eos_token_id"), "eos_token_id", source, fields["vocab_size"]),
+        **fields,
+    )
+
+
+_DRAFT_KEYS = (
+    "block_size",
+    "mask_token_id",
+    "target_layer_ids",
+    "num_target_layers",
+    "markov_rank",
+    "markov_head_type",
+    "enable_confidence_head",
+    "confidence_head_with_markov",
+    "num_anchors",
+)
+
+
+def _flatten_draft(cfg: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Drafter keys may stand at the top or under ``dspark_config`` / ``dflash_config``; two different values are an error."""
+    flat = dict(cfg)
+    for section in ("dspark_config", "dflash_config"):
+        for key, value in (_get(cfg, section, source, dict, {})).items():
+            if key in _DRAFT_KEYS and flat.get(key, value) != value:
+                raise ConfigError(f"{source}: {key}={flat[key]!r} at the top contradicts {section}.{key}={value!r}")
+            flat.setdefault(key, value)
+    return flat
+
+
+def draft_config_from_hf(cfg: Mapping[str, Any], source: str = "config.json") -> DraftConfig:
+    """Read a draft's ``config.json`` in DeepSpec form (SPEC section 7).
+
+    Raises:
+      ConfigError: a missing key, an illegal value, the last target layer as a tap, a mask id outside the vocabulary,
+        a confidence head that wants a Markov part which rank 0 does not have.
+    """
+    cfg = _flatten_draft(cfg, source)
+    fields = _decoder_fields(cfg, source)
+    vocab = fields["vocab_size"]
+    mask = _get(cfg, "mask_token_id", source, int)
+    if not 0 <= mask < vocab:
+        raise ConfigError(f"{source}: mask_token_id={mask} must lie in [0, vocab_size={vocab})")
+    num_target_layers = _positive(cfg, "num_target_layers", source)
+    ids = _get(cfg, "target_layer_ids", source, (list, tuple))
+    if not ids or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        raise ConfigError(f"{source}: target_layer_ids={ids!r} must be a non-empty list of integers")
+    if list(ids) != sorted(set(ids)):
+        raise ConfigError(f"{source}: target_layer_ids={ids!r} must rise strictly")
+    if ids[0] < -1 or ids[-1] > num_target_layers - 2:
+        raise ConfigError(
+            f"{source}: target_layer_ids={ids!r} must lie in [-1, {num_target_layers - 2}]: -1 is the embedding, and the"
+            f" last of the {num_target_layers} layers cannot be tapped"
+        )
+    rank = _get(cfg, "markov_rank", source, int, 0)
+    if rank < 0:
+        raise ConfigError(f"{source}: markov_rank={rank} must be at least 0")
+    head = _get(cfg, "markov_head_type", source, str, "vanilla")
+    if rank and head not in HEAD_TYPES:
+        raise ConfigError(f"{source}: markov_head_type={head!r} is unknown; legal: {', '.join(HEAD_TYPES)}")
+    confidence = _get(cfg, "enable_confidence_head", source, bool, False)
+    with_markov = _get(cfg, "confidence_head_with_markov", source, bool, False)
+    if confidence and with_markov and rank == 0:
+        raise ConfigError(f"{source}: confidence_head_with_markov=true needs markov_rank > 0, got 0")
+    return DraftConfig(
+        block_size=_positive(cfg, "block_size", source),
+        mask_token_id=mask,
+        target_layer_ids=tuple(ids),
+        num_target_layers=num_target_layers,
+        markov_rank=rank,
+        markov_head_type=head if rank else "vanilla",
+        confidence_head=confidence,
+        confidence_with_markov=confidence and with_markov,
+        num_anchors=_positive(cfg, "num_anchors", source, 512),
+        **fields,
+    )
+
+
+def _hf_decoder(cfg: TargetConfig | DraftConfig) -> dict[str, Any]:
+    rope: dict[str, Any] = {"rope_theta": cfg.rope.theta, "rope_type": cfg.rope.type}
+    if cfg.rope.type != "default":
+        rope["factor"] = cfg.rope.factor
+    if cfg.rope.type in ("llama3", "yarn"):
+        rope["original_max_position_embeddings"] = cfg.rope.original_max_positions
+    if cfg.rope.type == "llama3":
+        rope |= {"low_freq_factor": cfg.rope.low_freq_factor, "high_freq_factor": cfg.rope.high_freq_factor}
+    if cfg.rope.type == "yarn":
+        rope |= {"beta_fast": cfg.rope.beta_fast, "beta_slow": cfg.rope.beta_slow}
+        if cfg.rope.attention_factor is not None:
+            rope["attention_factor"] = cfg.rope.attention_factor
+    return {
+        "attention_bias": False,
+        "head_dim": cfg.head_dim,
+        "hidden_act": "silu",
+        "hidden_size": cfg.hidden_size,
+        "intermediate_size": cfg.intermediate_size,
+        "layer_types": ["sliding_attention" if w else "full_attention" for w in cfg.windows],
+        "max_position_embeddings": cfg.max_positions,
+        "num_attention_heads": cfg.num_heads,
+        "num_hidden_layers": cfg.num_layers,
+        "num_key_value_heads": cfg.num_kv_heads,
+        "rms_norm_eps": cfg.rms_norm_eps,
+        "rope_parameters": rope,
+        "rope_theta": cfg.rope.theta,
+        "sliding_window": max(cfg.windows) or None,
+        "use_sliding_window": any(cfg.windows),
+        "vocab_size": cfg.vocab_size,
+    }
+
+
+def target_config_to_hf(cfg: TargetConfig) -> dict[str, Any]:
+    """The ``config.json`` dictionary of a target; ``target_config_from_hf`` reads it back unchanged."""
+    eos = cfg.eos_token_ids
+    return _hf_decoder(cfg) | {
+        "architectures": [ARCHITECTURES[cfg.architecture]],
+        "model_type": cfg.architecture,
+        "tie_word_embeddings": cfg.tie_embeddings,
+        "bos_token_id": cfg.bos_token_id,
+        "eos_token_id": None if not eos else eos[0] if len(eos) == 1 else list(eos),
+    }
+
+
+def draft_config_to_hf(cfg: DraftConfig) -> dict[str, Any]:
+    """The DeepSpec ``config.json`` dictionary of a draft; ``draft_config_from_hf`` reads it back unchanged."""
+    return _hf_decoder(cfg) | {
+        "architectures": ["Qwen3DSparkModel"],
+        "model_type": "qwen3",
+        "tie_word_embeddings": False,
+        "block_size": cfg.block_size,
+        "mask_token_id": cfg.mask_token_id,
+        "target_layer_ids": list(cfg.target_layer_ids),
+        "num_target_layers": cfg.num_target_layers,
+        "markov_rank": cfg.markov_rank,
+        "markov_head_type": cfg.markov_head_type,
+        "enable_confidence_head": cfg.confidence_head,
+        "confidence_head_with_markov": cfg.confidence_with_markov,
+        "num_anchors": cfg.num_anchors,
+    }

