@@ -13,8 +13,7 @@ import jax.numpy as jnp
 SMALLEST_CONTEXT = 128
 
 
-@flax.struct.dataclass
-class KVCache:
+class KVCache(flax.struct.PyTreeNode):
     """Keys and values ``[L, B, K, S, H]``."""
 
     k: jax.Array
@@ -41,8 +40,7 @@ def context_sizes(capacity: int) -> tuple[int, ...]:
     return (*sizes, capacity)
 
 
-@flax.struct.dataclass
-class TokenBatch:
+class TokenBatch(flax.struct.PyTreeNode):
     """The N tokens of one pass, grouped by row, in rising position within a row.
 
     Attributes:

@@ -143,9 +143,7 @@ def rope_from_hf(cfg: Mapping[str, Any], source: str, max_positions: int) -> Rop
         high = float(_get(nested, "high_freq_factor", where, (int, float)))
         if not low < high:
             raise ConfigError(f"{where}: low_freq_factor={low} must be below high_freq_factor={high}")
-        return dataclasses.replace(
-            rope, original_max_positions=original, low_freq_factor=low, high_freq_factor=high
-        )
+        return dataclasses.replace(rope, original_max_positions=original, low_freq_factor=low, high_freq_factor=high)
     for key in ("mscale", "mscale_all_dim"):
         if nested.get(key) is not None:
             raise ConfigError(f"{where}: {key}={nested[key]!r} is not supported")
@@ -184,9 +182,7 @@ def _decoder_fields(cfg: Mapping[str, Any], source: str) -> dict[str, Any]:
     heads = _positive(cfg, "num_attention_heads", source)
     kv_heads = _positive(cfg, "num_key_value_heads", source, heads)
     if heads % kv_heads:
-        raise ConfigError(
-            f"{source}: num_attention_heads={heads} must be a multiple of num_key_value_heads={kv_heads}"
-        )
+        raise ConfigError(f"{source}: num_attention_heads={heads} must be a multiple of num_key_value_heads={kv_heads}")
     if cfg.get("head_dim") is None and hidden % heads:
         raise ConfigError(f"{source}: no head_dim, and hidden_size={hidden} is not a multiple of {heads} heads")
     head_dim = _positive(cfg, "head_dim", source, hidden // heads)

@@ -39,7 +39,7 @@ def propose(model: ModelConfig, params: Params, state: DecodeState, slots: int, 
     anchor = jnp.take_along_axis(state.tokens, state.context[:, None], axis=1)[:, 0]
     with jax.named_scope("draft_block"):
         hidden = draft.block_hidden(
-            params["draft"], model.draft, params["target"]["embed"], anchor, state.context, state.draft_cache
+            params["draft"], model.drafter, params["target"]["embed"], anchor, state.context, state.draft_context
         )[:, :slots]
         base = target.unembed(params["target"], hidden)
 
@@ -56,7 +56,7 @@ def propose(model: ModelConfig, params: Params, state: DecodeState, slots: int, 
         return jax.lax.cond(greedy, best, sampled)
 
     with jax.named_scope("draft_heads"):
-        return heads.propose(params["draft"], model.draft, hidden, base, anchor, pick)
+        return heads.propose(params["draft"], model.drafter, hidden, base, anchor, pick)
 
 
 def schedule(state: DecodeState, proposal: heads.Proposal | None, policy: Policy, slots: int) -> jax.Array:
@@ -87,12 +87,12 @@ def _forward(
     model: ModelConfig, params: Params, batch: TokenBatch, target_cache: KVCache, drafts: bool
 ) -> tuple[jax.Array, _Pass]:
     """The target over ``batch`` and the drafter's context from its taps; final hidden states ``[N, D]`` and the rest."""
-    taps = model.draft.target_layer_ids if drafts else ()
+    taps = model.drafter.target_layer_ids if drafts else ()
     out = target.forward(params["target"], model.target, batch, target_cache, taps)
     context = None
     if drafts:
         with jax.named_scope("draft_context"):
-            context = draft.context_keys_values(params["draft"], model.draft, out.taps, batch.positions)
+            context = draft.context_keys_values(params["draft"], model.drafter, out.taps, batch.positions)
     return out.hidden, _Pass((out.k, out.v), context, batch.rows, batch.positions, batch.valid)
 
 
@@ -101,7 +101,7 @@ def _store(state: DecodeState, done: _Pass) -> DecodeState:
     where = (done.rows, done.positions, done.valid)
     state = state.replace(target_cache=write(state.target_cache, *done.target_kv, *where))
     if done.draft_kv is not None:
-        state = state.replace(draft_cache=write(state.draft_cache, *done.draft_kv, *where))
+        state = state.replace(draft_cache=write(state.draft_context, *done.draft_kv, *where))
     return state
 
 
@@ -133,8 +133,8 @@ def verify(
         def grow(x: jax.Array, axis: int) -> jax.Array:
             return jnp.pad(x, [(0, more if a == axis else 0) for a in range(x.ndim)])
 
-        kv = jax.tree.map(lambda x: grow(x, 1), (done.target_kv, done.draft_kv))
-        return logits, _Pass(*kv, grow(done.rows, 0), grow(done.positions, 0), grow(done.valid, 0))
+        target_kv, draft_kv = jax.tree.map(lambda x: grow(x, 1), (done.target_kv, done.draft_kv))
+        return logits, _Pass(target_kv, draft_kv, grow(done.rows, 0), grow(done.positions, 0), grow(done.valid, 0))
 
     with jax.named_scope("verify"):
         if len(sizes) == 1:
@@ -165,17 +165,13 @@ def judge(
         def residual_noise(accepted: jax.Array) -> jax.Array:
             return gumbel(key, (state.length + accepted)[:, None], Purpose.RESIDUAL, vocab)[:, 0]
 
-        return accept(
-            tokens, log_q, log_p, finite, scheduled, uniforms(key, at, Purpose.ACCEPT), residual_noise
-        )
+        return accept(tokens, log_q, log_p, finite, scheduled, uniforms(key, at, Purpose.ACCEPT), residual_noise)
 
     with jax.named_scope("accept"):
         return jax.lax.cond(greedy, best, sampled)
 
 
-def commit(
-    state: DecodeState, proposal: heads.Proposal | None, scheduled: jax.Array, result: AcceptResult
-) -> DecodeState:
+def commit(state: DecodeState, proposal: heads.Proposal | None, scheduled: jax.Array, result: AcceptResult) -> DecodeState:
     """Append the accepted drafts and the target's token, cut at the first stop token or at the limit, and log the round."""
     rows = state.length.shape[0]
     run = result.next_token[:, None]
@@ -256,15 +252,11 @@ def prefill(model: ModelConfig, params: Params, state: DecodeState, *, chunk: in
 
     Returns: the state, ready for ``decode``. The given state is donated.
     """
-    return jax.lax.while_loop(
-        lambda s: jnp.any(s.reading), lambda s: prefill_step(model, params, s, chunk), state
-    )
+    return jax.lax.while_loop(lambda s: jnp.any(s.reading), lambda s: prefill_step(model, params, s, chunk), state)
 
 
 @functools.partial(jax.jit, static_argnames=("model",), donate_argnames=("state",))
-def decode(
-    model: ModelConfig, params: Params, state: DecodeState, policy: Policy, max_rounds: jax.Array
-) -> DecodeState:
+def decode(model: ModelConfig, params: Params, state: DecodeState, policy: Policy, max_rounds: jax.Array) -> DecodeState:
     """Decode until every row has ended, or for ``max_rounds`` rounds (int32; a new value does not recompile).
 
     Returns: the state after the last round. The given state is donated.
@@ -281,4 +273,15 @@ def decode(
     return jax.lax.while_loop(unfinished, one_round, (jnp.zeros((), jnp.int32), state))[1]
 
 
-__all__ = ["RUNNING", "commit", "decode", "decode_step", "judge", "prefill", "prefill_step", "propose", "schedule", "verify"]
+__all__ = [
+    "RUNNING",
+    "commit",
+    "decode",
+    "decode_step",
+    "judge",
+    "prefill",
+    "prefill_step",
+    "propose",
+    "schedule",
+    "verify",
+]

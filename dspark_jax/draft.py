@@ -5,6 +5,8 @@ Axes: B rows, γ block size, N tokens, D hidden width, m tapped layers, J draft 
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -15,9 +17,7 @@ from dspark_jax.params import Params
 from dspark_jax.target import keys_values, layer_windows, qkv
 
 
-def context_keys_values(
-    params: Params, cfg: DraftConfig, taps: jax.Array, positions: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def context_keys_values(params: Params, cfg: DraftConfig, taps: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Every draft layer's context keys and values ``[J, N, K, H]`` from the target's ``taps [N, m D]``.
 
     Context rows depend on target features alone, so they are computed once and stay; they do not pass the input norm.
@@ -25,7 +25,7 @@ def context_keys_values(
     features = layers.rms_norm(layers.linear(taps, params["fc"]), params["context_norm"], cfg.rms_norm_eps)
     angles = layers.rope_angles(cfg.rope, cfg.head_dim, positions)
 
-    def one(_, layer):
+    def one(_: None, layer: Params) -> tuple[None, tuple[jax.Array, jax.Array]]:
         return None, keys_values(features, layer, cfg, angles)
 
     return jax.lax.scan(one, None, params["layers"])[1]
@@ -48,11 +48,11 @@ def block_hidden(
     bucket = attention.context_bucket(context, cache.capacity)
     everything = jnp.ones((rows, width, width), bool)
 
-    def layer_step(x, xs):
+    def layer_step(x: jax.Array, xs: Any) -> tuple[jax.Array, None]:
         layer, index, window = xs
         q, k, v = qkv(layers.rms_norm(x, layer["attn_norm"], cfg.rms_norm_eps), layer, cfg, angles)
-        grid = (a.reshape(rows, width, *a.shape[1:]) for a in (q, k, v))
-        out = attention.attend(*grid, everything, cache, index, context, bucket, window)
+        q, k, v = (a.reshape(rows, width, *a.shape[1:]) for a in (q, k, v))
+        out = attention.attend(q, k, v, everything, cache, index, context, bucket, window)
         x = x + layers.linear(out.reshape(rows * width, -1), layer["o"])
         return x + layers.gated_mlp(layers.rms_norm(x, layer["mlp_norm"], cfg.rms_norm_eps), layer), None
 

@@ -93,9 +93,7 @@ def generate(
       RequestError: an illegal prompt, sampling value, limit or scheduler, before anything is computed.
     """
     outputs: dict[int, Output] = {}
-    plan = _Plan.make(
-        pair, prompts, sampling, scheduler, max_new_tokens, stop_token_ids, batch_size, prefill_chunk
-    )
+    plan = _Plan.make(pair, prompts, sampling, scheduler, max_new_tokens, stop_token_ids, batch_size, prefill_chunk)
     for group in plan.groups():
         state = group.start()
         if state is not None:
@@ -122,9 +120,7 @@ def stream(
     """
     if isinstance(rounds_per_update, bool) or not isinstance(rounds_per_update, int) or rounds_per_update < 1:
         raise RequestError(f"rounds_per_update={rounds_per_update!r} must be an integer of at least 1")
-    plan = _Plan.make(
-        pair, prompts, sampling, scheduler, max_new_tokens, stop_token_ids, batch_size, prefill_chunk
-    )
+    plan = _Plan.make(pair, prompts, sampling, scheduler, max_new_tokens, stop_token_ids, batch_size, prefill_chunk)
     return _deltas(plan, rounds_per_update)
 
 
@@ -174,7 +170,16 @@ class _Plan:
     chunk: int
 
     @staticmethod
-    def make(pair, prompts, sampling, scheduler, max_new_tokens, stop_token_ids, batch_size, chunk) -> _Plan:
+    def make(
+        pair: Pair,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None,
+        scheduler: Policy | None,
+        max_new_tokens: int,
+        stop_token_ids: Sequence[int] | None,
+        batch_size: int | None,
+        chunk: int | None,
+    ) -> _Plan:
         vocab = pair.model.target.vocab_size
         if isinstance(prompts, str) or not isinstance(prompts, Sequence):
             raise RequestError(f"prompts must be a list of prompts, got {type(prompts).__name__}")
@@ -216,7 +221,7 @@ class _Group:
         if plan.max_new_tokens == 0:
             return None
         context = plan.pair.model.target.max_positions
-        idle = [[]] * (plan.batch_size - len(self.indices))
+        idle: list[list[int]] = [[]] * (plan.batch_size - len(self.indices))
         prompts = [plan.ids[i] for i in self.indices] + idle
         limits = [min(len(p) + plan.max_new_tokens, context) for p in prompts]
         sampling = [plan.sampling[i] for i in self.indices] + [SamplingParams()] * len(idle)
@@ -238,9 +243,7 @@ class _Group:
         if state is None:
             empty = [Stats(len(plan.ids[i]), 0, 0, 0, 0, float("nan"), (), 0) for i in self.indices]
             text = "" if plan.pair.tokenizer else None
-            return {
-                i: Output([], text, "length", [], [], s) for i, s in zip(self.indices, empty, strict=True)
-            }
+            return {i: Output([], text, "length", [], [], s) for i, s in zip(self.indices, empty, strict=True)}
         log = state.log
         tokens, length, status = (np.asarray(x) for x in (state.tokens, state.length, state.status))
         rounds, verified, accepted, committed, degenerate = (
@@ -290,15 +293,19 @@ def _check_ids(name: str, ids: Sequence[Any], vocab: int) -> None:
             raise RequestError(f"{name} holds token id {i}, outside [0, {vocab})")
 
 
+def _is_chat(prompt: Prompt) -> bool:
+    return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+
+
 def _encode(pair: Pair, prompt: Prompt, index: int) -> list[int]:
     """Token ids of one prompt, checked."""
     name = f"prompts[{index}]"
-    chat = isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
-    if isinstance(prompt, str) or chat:
+    if isinstance(prompt, str) or _is_chat(prompt):
         if pair.tokenizer is None:
             raise RequestError(f"{name} is text, but {pair.target_name} has no tokenizer.json; give token ids")
-        ids = pair.tokenizer.encode_chat(prompt) if chat else pair.tokenizer.encode(prompt)
-    elif isinstance(prompt, (Sequence, np.ndarray)):
+        encode: Any = pair.tokenizer.encode if isinstance(prompt, str) else pair.tokenizer.encode_chat
+        ids = encode(prompt)
+    elif isinstance(prompt, Sequence | np.ndarray):
         ids = list(prompt)
     else:
         raise RequestError(f"{name} must be text, token ids or chat messages, got {type(prompt).__name__}")
@@ -322,5 +329,3 @@ def _capacity(tokens: int, context: int) -> int:
     while size < tokens:
         size *= 2
     return min(size, context) if context >= tokens else size
-
-

@@ -6,6 +6,7 @@ Axes: B rows, n slots in use (at most the block size), D hidden width, V vocabul
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import flax.struct
 import jax
@@ -18,8 +19,7 @@ from dspark_jax.params import Params
 Pick = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
 
-@flax.struct.dataclass
-class Proposal:
+class Proposal(flax.struct.PyTreeNode):
     """tokens: int32 ``[B, n]``; log_q: float32 ``[B, n, V]``, what each was drawn from;
     confidence: float32 logits ``[B, n]``, or None without a confidence head."""
 
@@ -50,7 +50,10 @@ def markov_features(
 def confidence_logits(params: Params, cfg: DraftConfig, hidden: jax.Array, previous: jax.Array | None) -> jax.Array:
     """Float32 logits ``[B]`` that the slot's token survives, from ``hidden [B, D]`` and W1 of the token before it."""
     head = params["confidence"]
-    inputs = jnp.concatenate([hidden, previous], axis=-1) if cfg.confidence_with_markov else hidden
+    inputs = hidden
+    if cfg.confidence_with_markov:
+        assert previous is not None  # the configuration refuses a Markov part without a Markov head
+        inputs = jnp.concatenate([hidden, previous], axis=-1)
     return (linear(inputs, head["proj"]) + head["bias"][None])[:, 0].astype(jnp.float32)
 
 
@@ -67,16 +70,14 @@ def propose(
     markov = params.get("markov")
     memory = jnp.zeros((rows, cfg.markov_rank), hidden.dtype)
 
-    def step(carry, xs):
+    def step(carry: tuple[jax.Array, jax.Array], xs: tuple[jax.Array, ...]) -> tuple[Any, Any]:
         token, memory = carry
         slot, h, logits = xs
         previous = None
         if markov is not None:
             previous = markov["w1"][token]
             features, memory = markov_features(markov, cfg.markov_head_type, previous, h, memory)
-            bias = jax.lax.dot_general(
-                features, markov["w2"], (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
-            )
+            bias = jax.lax.dot_general(features, markov["w2"], (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
             logits = logits + bias
         confidence = confidence_logits(params, cfg, h, previous) if cfg.confidence_head else None
         token, log_q = pick(slot, logits)

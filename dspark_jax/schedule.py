@@ -17,8 +17,7 @@ from dspark_jax.config import DraftConfig
 from dspark_jax.errors import RequestError
 
 
-@flax.struct.dataclass
-class RoundView:
+class RoundView(flax.struct.PyTreeNode):
     """What a policy may look at. confidence: float32 ``[B, n]``, the probability that slot k survives given that the slots
     before it did (None without a confidence head); active: bool ``[B]``; most: int32 ``[B]``, drafts that still fit."""
 
@@ -49,8 +48,7 @@ def _whole(rows: int, slots: int) -> tuple[int, ...]:
     return (-(-full // 4), full) if rows >= 4 else (full,)
 
 
-@flax.struct.dataclass
-class FixedLength:
+class FixedLength(flax.struct.PyTreeNode):
     """Check the first ``length`` drafts of every block (None: all of them)."""
 
     length: int | None = flax.struct.field(pytree_node=False, default=None)
@@ -73,8 +71,7 @@ class FixedLength:
         return view.most
 
 
-@flax.struct.dataclass
-class Threshold:
+class Threshold(flax.struct.PyTreeNode):
     """Stop before the first slot whose confidence, or with ``cumulative`` whose survival (the running product), is below
     ``value``."""
 
@@ -92,7 +89,7 @@ class Threshold:
 
     def token_sizes(self, rows: int, slots: int) -> tuple[int, ...]:
         if rows == 1:
-            return tuple(n for n in (1, 2, 3, 4, 6, 8, 12, 16) if n < slots + 1) + (slots + 1,)
+            return (*(n for n in (1, 2, 3, 4, 6, 8, 12, 16) if n < slots + 1), slots + 1)
         full, sizes, size = rows * (slots + 1), [], rows
         while size < full:
             sizes.append(size)
@@ -100,6 +97,7 @@ class Threshold:
         return (*sizes, full)
 
     def lengths(self, view: RoundView) -> jax.Array:
+        assert view.confidence is not None  # check_policy refuses drafts without the head
         score = view.confidence
         if self.cumulative:
             score = jnp.cumprod(score, axis=1)
@@ -107,8 +105,7 @@ class Threshold:
         return jnp.cumprod(keep.astype(jnp.int32), axis=1).sum(axis=1, dtype=jnp.int32)
 
 
-@flax.struct.dataclass
-class Autoregressive:
+class Autoregressive(flax.struct.PyTreeNode):
     """Plain decoding through the same loop: no drafter, one token a round."""
 
     drafts: bool = flax.struct.field(pytree_node=False, default=False, init=False)
@@ -135,7 +132,5 @@ def check_policy(policy: Policy, draft: DraftConfig | None) -> int:
     if draft is None:
         raise RequestError(f"scheduler={type(policy).__name__} needs a draft; this pair has none: use Autoregressive()")
     if policy.needs_confidence and not draft.confidence_head:
-        raise RequestError(
-            f"scheduler={type(policy).__name__} needs a confidence head; this draft has none: use FixedLength()"
-        )
+        raise RequestError(f"scheduler={type(policy).__name__} needs a confidence head; this draft has none: use FixedLength()")
     return policy.slots(draft.block_size)

@@ -28,9 +28,14 @@ class ModelConfig:
     target: TargetConfig
     draft: DraftConfig | None = None
 
+    @property
+    def drafter(self) -> DraftConfig:
+        """The draft's configuration, where ``check_policy`` has made sure that there is one."""
+        assert self.draft is not None
+        return self.draft
 
-@flax.struct.dataclass
-class RoundLog:
+
+class RoundLog(flax.struct.PyTreeNode):
     """What happened in every round. rounds: int32 ``[B]``; verified, accepted, committed: int32 ``[B, S]``, one entry a
     round (drafts checked, drafts accepted, tokens committed); degenerate: int32 ``[B]``, rounds with an unusable draft row."""
 
@@ -41,8 +46,7 @@ class RoundLog:
     degenerate: jax.Array
 
 
-@flax.struct.dataclass
-class DecodeState:
+class DecodeState(flax.struct.PyTreeNode):
     """All requests of a batch.
 
     Attributes:
@@ -65,6 +69,12 @@ class DecodeState:
     target_cache: KVCache
     draft_cache: KVCache | None
     log: RoundLog
+
+    @property
+    def draft_context(self) -> KVCache:
+        """The drafter's cache, where something is drafted."""
+        assert self.draft_cache is not None
+        return self.draft_cache
 
     @property
     def context(self) -> jax.Array:
@@ -120,7 +130,5 @@ def new_state(
         sampling=sampling,
         target_cache=empty_cache(t.num_layers, rows, t.num_kv_heads, capacity, t.head_dim, dtype),
         draft_cache=None if d is None else empty_cache(d.num_layers, rows, d.num_kv_heads, capacity, d.head_dim, dtype),
-        log=RoundLog(
-            jnp.zeros(rows, jnp.int32), counters(), counters(), counters(), jnp.zeros(rows, jnp.int32)
-        ),
+        log=RoundLog(jnp.zeros(rows, jnp.int32), counters(), counters(), counters(), jnp.zeros(rows, jnp.int32)),
     )

@@ -5,7 +5,7 @@ Axes: N tokens of the pass, D hidden width, V vocabulary, L layers, K key/value 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -80,15 +80,14 @@ def forward(
     if tap_ids and tap_ids[0] == -1:
         taps = taps.at[0].set(x)
 
-    def layer_step(carry, xs):
+    def layer_step(carry: tuple[jax.Array, jax.Array], xs: Any) -> tuple[Any, Any]:
         x, taps = carry
         layer, index, tap, window = xs
         with jax.named_scope("target_attention"):
             y = layers.rms_norm(x, layer["attn_norm"], cfg.rms_norm_eps)
             q, k, v = qkv(y, layer, cfg, angles)
-            out = attention.attend(
-                *(to_grid(batch, a) for a in (q, k, v)), causal, cache, index, batch.context, bucket, window
-            )
+            q, k, v = (to_grid(batch, a) for a in (q, k, v))
+            out = attention.attend(q, k, v, causal, cache, index, batch.context, bucket, window)
             x = x + layers.linear(from_grid(batch, out).reshape(x.shape[0], -1), layer["o"])
         with jax.named_scope("target_mlp"):
             x = x + layers.gated_mlp(layers.rms_norm(x, layer["mlp_norm"], cfg.rms_norm_eps), layer)
@@ -105,7 +104,7 @@ def forward(
 
 def unembed(params: Params, hidden: jax.Array) -> jax.Array:
     """Float32 logits ``[..., V]`` of ``hidden [..., D]``; a tied head is the embedding itself."""
-    head = params.get("head", params["embed"])
+    head: jax.Array = params["head"] if "head" in params else params["embed"]
     flat = hidden.reshape(-1, hidden.shape[-1])
     out = jax.lax.dot_general(flat, head, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     return out.reshape(*hidden.shape[:-1], head.shape[0])

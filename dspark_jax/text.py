@@ -183,9 +183,7 @@ class IncrementalDecoder:
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
-        self._stream: _ByteStream | _WindowStream = (
-            _ByteStream(tokenizer) if tokenizer.byte_level else _WindowStream(tokenizer)
-        )
+        self._stream: _ByteStream | _WindowStream = _ByteStream(tokenizer) if tokenizer.byte_level else _WindowStream(tokenizer)
         self._finished = False
 
     def push(self, ids: Iterable[int]) -> str:
