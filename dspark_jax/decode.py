@@ -186,12 +186,12 @@ def commit(state: DecodeState, proposal: heads.Proposal | None, scheduled: jax.A
     row = jnp.arange(rows, dtype=jnp.int32)
     committed = state.length - before
     log = log.replace(
-        rounds=log.rounds + live,
+        rounds=log.rounds + live.astype(jnp.int32),
         verified=log.verified.at[row, at].set(scheduled, mode="drop"),
         # A run cut by a stop token or the limit counts only the drafts it kept.
         accepted=log.accepted.at[row, at].set(jnp.minimum(result.accepted, committed), mode="drop"),
         committed=log.committed.at[row, at].set(committed, mode="drop"),
-        degenerate=log.degenerate + (live & result.degenerate),
+        degenerate=log.degenerate + (live & result.degenerate).astype(jnp.int32),
     )
     return state.replace(log=log)
 

@@ -7,7 +7,7 @@ slot k was drawn, which keeps the output law (SPEC section 5, PITFALLS L16).
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import flax.struct
 import jax
@@ -29,8 +29,8 @@ class RoundView(flax.struct.PyTreeNode):
 class Policy(Protocol):
     """drafts: whether the drafter runs at all; needs_confidence: whether a draft without that head is refused."""
 
-    drafts: bool
-    needs_confidence: bool
+    drafts: ClassVar[bool]
+    needs_confidence: ClassVar[bool]
 
     def slots(self, block_size: int) -> int:
         """Most drafts that this policy ever checks; static."""
@@ -52,8 +52,8 @@ class FixedLength(flax.struct.PyTreeNode):
     """Check the first ``length`` drafts of every block (None: all of them)."""
 
     length: int | None = flax.struct.field(pytree_node=False, default=None)
-    drafts: bool = flax.struct.field(pytree_node=False, default=True, init=False)
-    needs_confidence: bool = flax.struct.field(pytree_node=False, default=False, init=False)
+    drafts: ClassVar[bool] = True
+    needs_confidence: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.length is not None and (isinstance(self.length, bool) or int(self.length) != self.length or self.length < 1):
@@ -77,8 +77,8 @@ class Threshold(flax.struct.PyTreeNode):
 
     value: float | jax.Array
     cumulative: bool = flax.struct.field(pytree_node=False, default=False)
-    drafts: bool = flax.struct.field(pytree_node=False, default=True, init=False)
-    needs_confidence: bool = flax.struct.field(pytree_node=False, default=True, init=False)
+    drafts: ClassVar[bool] = True
+    needs_confidence: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if isinstance(self.value, (int, float)) and not 0 <= self.value <= 1:
@@ -108,8 +108,8 @@ class Threshold(flax.struct.PyTreeNode):
 class Autoregressive(flax.struct.PyTreeNode):
     """Plain decoding through the same loop: no drafter, one token a round."""
 
-    drafts: bool = flax.struct.field(pytree_node=False, default=False, init=False)
-    needs_confidence: bool = flax.struct.field(pytree_node=False, default=False, init=False)
+    drafts: ClassVar[bool] = False
+    needs_confidence: ClassVar[bool] = False
 
     def slots(self, block_size: int) -> int:
         return 0

@@ -86,8 +86,8 @@ def forward(
         with jax.named_scope("target_attention"):
             y = layers.rms_norm(x, layer["attn_norm"], cfg.rms_norm_eps)
             q, k, v = qkv(y, layer, cfg, angles)
-            q, k, v = (to_grid(batch, a) for a in (q, k, v))
-            out = attention.attend(q, k, v, causal, cache, index, batch.context, bucket, window)
+            grid_q, grid_k, grid_v = (to_grid(batch, a) for a in (q, k, v))
+            out = attention.attend(grid_q, grid_k, grid_v, causal, cache, index, batch.context, bucket, window)
             x = x + layers.linear(from_grid(batch, out).reshape(x.shape[0], -1), layer["o"])
         with jax.named_scope("target_mlp"):
             x = x + layers.gated_mlp(layers.rms_norm(x, layer["mlp_norm"], cfg.rms_norm_eps), layer)

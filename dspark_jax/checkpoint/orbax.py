@@ -1,0 +1,149 @@
+"""The package's own form: Orbax arrays beside a configuration, restorable on any number of devices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from dspark_jax.checkpoint.files import copy_text_files, new_directory, read_json, write_json
+from dspark_jax.checkpoint.hf import read_target_config
+from dspark_jax.checkpoint.tensors import (
+    DTYPES,
+    as_dtype,
+    build_tree,
+    check_finite,
+    check_tree,
+    shape_text,
+    sharding_of,
+    spec_leaves,
+    tree_leaf,
+)
+from dspark_jax.config import (
+    DraftConfig,
+    TargetConfig,
+    draft_config_from_hf,
+    draft_config_to_hf,
+    target_config_to_hf,
+)
+from dspark_jax.errors import CheckpointError
+from dspark_jax.params import Params, ParamSpec, draft_specs, target_specs
+
+MARKER = "dspark.json"
+VERSION = 1
+
+
+def is_own(directory: Path) -> bool:
+    return (directory / MARKER).is_file()
+
+
+def specs_of(config: TargetConfig | DraftConfig) -> dict[str, Any]:
+    return target_specs(config) if isinstance(config, TargetConfig) else draft_specs(config)
+
+
+def save_own(
+    directory: str | Path,
+    config: TargetConfig | DraftConfig,
+    params: Params,
+    text_dir: Path | None = None,
+    *,
+    overwrite: bool = False,
+) -> None:
+    """Write a target or a draft in own form, in the types its parameters have; it appears whole or not at all.
+
+    Args:
+      text_dir: for a target, a directory whose tokenizer files are copied.
+
+    Raises:
+      CheckpointError: the directory holds something and ``overwrite`` is False, or the tree does not fit ``config``.
+    """
+    target = isinstance(config, TargetConfig)
+    specs = specs_of(config)
+    check_tree(specs, params)
+    stored = {
+        path: {"shape": list(spec.shape), "dtype": str(tree_leaf(params, path).dtype)} for path, spec in spec_leaves(specs)
+    }
+    with new_directory(Path(directory), overwrite) as temp:
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(temp / "params", params)
+            checkpointer.wait_until_finished()
+        write_json(
+            temp / "config.json",
+            target_config_to_hf(config) if isinstance(config, TargetConfig) else draft_config_to_hf(config),
+        )
+        copy_text_files(text_dir if target else None, temp)
+        write_json(temp / MARKER, {"version": VERSION, "kind": "target" if target else "draft", "params": stored})
+
+
+def read_own_config(directory: Path) -> tuple[TargetConfig | DraftConfig, dict[str, np.dtype[Any]]]:
+    """Configuration and stored leaf types of an own-form directory; no parameters are read.
+
+    Raises:
+      CheckpointError, ConfigError: a file is missing, damaged, of another version, or contradicts the configuration.
+    """
+    marker = directory / MARKER
+    about = read_json(marker)
+    if about.get("version") != VERSION:
+        raise CheckpointError(f"{marker}: version={about.get('version')!r} is not supported; supported: {VERSION}")
+    config: TargetConfig | DraftConfig
+    if about.get("kind") == "target":
+        config = read_target_config(directory)
+    elif about.get("kind") == "draft":
+        config = draft_config_from_hf(read_json(directory / "config.json"), str(directory / "config.json"))
+    else:
+        raise CheckpointError(f"{marker}: kind={about.get('kind')!r} is not legal; legal: target, draft")
+    stored, specs = about.get("params"), dict(spec_leaves(specs_of(config)))
+    if not isinstance(stored, dict) or stored.keys() != specs.keys():
+        names = sorted(stored if isinstance(stored, dict) else [])
+        raise CheckpointError(f"{marker}: params {names} are not those of the configuration, {sorted(specs)}")
+    dtypes = {}
+    for path, spec in specs.items():
+        entry = stored[path] if isinstance(stored[path], dict) else {}
+        if entry.get("shape") != list(spec.shape) or entry.get("dtype") not in DTYPES:
+            raise CheckpointError(
+                f"{marker}: {path} is {entry}, expected shape {shape_text(spec.shape)} and one of {', '.join(DTYPES)}"
+            )
+        dtypes[path] = DTYPES[entry["dtype"]]
+    return config, dtypes
+
+
+def _abstract(path: str, spec: ParamSpec, dtype: np.dtype[Any], shardings: Any) -> jax.ShapeDtypeStruct:
+    sharding = sharding_of(shardings, path) or jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return jax.ShapeDtypeStruct(spec.shape, dtype, sharding=sharding)
+
+
+def load_own(
+    directory: str | Path, dtype: Any = None, shardings: Any = None
+) -> tuple[TargetConfig | DraftConfig, Params]:
+    """Restore a target or a draft from own form.
+
+    Args:
+      dtype: of the parameters; None keeps the stored types.
+      shardings: where every leaf goes: one sharding for all or a tree like the parameters; None: the first device.
+        How the checkpoint was sharded when it was saved does not matter.
+
+    Raises:
+      CheckpointError, ConfigError: a file is missing or damaged, or values are not finite.
+    """
+    directory = Path(directory).absolute()
+    config, stored = read_own_config(directory)
+    wanted = as_dtype(dtype)
+    path = directory / "params"
+    if not path.is_dir():
+        raise CheckpointError(f"{path} does not exist")
+    specs = spec_leaves(specs_of(config))
+    tree = build_tree((p, _abstract(p, s, wanted or stored[p], shardings)) for p, s in specs)
+    try:
+        with ocp.StandardCheckpointer() as checkpointer:
+            params: Params = checkpointer.restore(path, tree)
+    except Exception as error:  # whatever Orbax and its storage raise on damaged files
+        reason = next(iter(str(error).splitlines()), "")[:300]
+        raise CheckpointError(f"{path} cannot be restored: {type(error).__name__}: {reason}") from error
+    for leaf, _ in specs:
+        for shard in tree_leaf(params, leaf).addressable_shards:
+            if shard.replica_id == 0:
+                check_finite(np.asarray(shard.data), str(path), leaf)
+    return config, params

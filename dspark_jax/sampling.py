@@ -1,0 +1,211 @@
+"""What a token is drawn from, and the noise it is drawn with (SPEC section 4).
+
+One definition turns logits into the distribution that is sampled, for target (p) and draft (q) alike. Filters are
+thresholds on float32 values, found by bisection over their bit patterns instead of a sort; tokens that tie with the
+threshold are kept. Axes: B rows (requests), n positions, V vocabulary; ``...`` stands for ``[B]`` or ``[B, n]``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+import secrets
+from collections.abc import Callable, Sequence
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dspark_jax.errors import RequestError
+
+GREEDY_BELOW = 1e-5
+
+
+class Purpose(enum.IntEnum):
+    """What a draw is for; the last thing folded into its key, so that no key ever serves two."""
+
+    DRAFT = 0
+    ACCEPT = 1
+    RESIDUAL = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """How one request samples.
+
+    Attributes:
+      temperature: 0 is greedy (so is anything below 1e-5); None means 1.
+      top_k: keep the k most likely tokens and what ties with the last of them; 0: all; 1 is greedy.
+      top_p: then keep the most likely tokens whose mass reaches ``top_p``; 1: all.
+      min_p: then keep tokens at least ``min_p`` times as likely as the most likely one; 0: all.
+      seed: the request's own randomness, in [0, 2**32); None: a fresh one at every call.
+
+    Raises:
+      RequestError: a value outside its range, or filters on a greedy request, which would mean nothing.
+    """
+
+    temperature: float | None = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        t = 1.0 if self.temperature is None else self.temperature
+        if not _is_number(t) or not math.isfinite(t) or t < 0:
+            raise RequestError(f"temperature={self.temperature!r} must be a finite number of at least 0")
+        object.__setattr__(self, "temperature", float(t))
+        if isinstance(self.top_k, bool) or not isinstance(self.top_k, int | np.integer) or not 0 <= self.top_k < 2**31:
+            raise RequestError(f"top_k={self.top_k!r} must be an integer of at least 0 (0: off)")
+        if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
+            raise RequestError(f"top_p={self.top_p!r} must lie in (0, 1]")
+        if not _is_number(self.min_p) or not 0 <= self.min_p < 1:
+            raise RequestError(f"min_p={self.min_p!r} must lie in [0, 1)")
+        seed = self.seed
+        if seed is not None and (
+            isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 2**32
+        ):
+            raise RequestError(f"seed={seed!r} must be None or an integer in [0, 2**32)")
+        if t == 0 and (self.top_k > 1 or self.top_p < 1 or self.min_p > 0):
+            raise RequestError(
+                f"temperature=0 is greedy and contradicts top_k={self.top_k}, top_p={self.top_p}, min_p={self.min_p};"
+                " give a temperature above 0 or leave the filters out"
+            )
+
+
+def _is_number(x: object) -> bool:
+    return isinstance(x, int | float | np.integer | np.floating) and not isinstance(x, bool)
+
+
+class SamplingState(flax.struct.PyTreeNode):
+    """One row per request: temperature float32 (0: greedy), top_k int32, top_p and min_p float32, all ``[B]``; key:
+    uint32 ``[B, 2]``, the threefry key of the request's seed."""
+
+    temperature: jax.Array
+    top_k: jax.Array
+    top_p: jax.Array
+    min_p: jax.Array
+    key: jax.Array
+
+    @staticmethod
+    def from_params(params: Sequence[SamplingParams]) -> SamplingState:
+        """Rows from settings; a request without a seed gets a fresh one."""
+        seeds = [secrets.randbits(63) if p.seed is None else int(p.seed) for p in params]
+        # The threefry key of a 64-bit seed is its two halves; ``jax.random.key`` would truncate it without x64.
+        key = np.asarray([[s >> 32, s & 0xFFFFFFFF] for s in seeds], np.uint32).reshape(-1, 2)
+        greedy = [p.temperature is not None and (p.temperature < GREEDY_BELOW or p.top_k == 1) for p in params]
+        temperature = [0.0 if g else p.temperature for g, p in zip(greedy, params, strict=True)]
+        return SamplingState(
+            temperature=jnp.asarray(np.asarray(temperature, np.float32)),
+            top_k=jnp.asarray(np.asarray([0 if g else p.top_k for g, p in zip(greedy, params, strict=True)], np.int32)),
+            top_p=jnp.asarray(np.asarray([p.top_p for p in params], np.float32)),
+            min_p=jnp.asarray(np.asarray([p.min_p for p in params], np.float32)),
+            key=jnp.asarray(key),
+        )
+
+
+def is_finite_row(logits: jax.Array) -> jax.Array:
+    """Whether a row of ``logits [..., V]`` can be sampled from: no NaN, no +inf, at least one finite entry (bool ``[...]``)."""
+    top = jnp.max(logits, axis=-1)  # NaN and +inf both win a maximum
+    return jnp.isfinite(top)
+
+
+def log_probs(logits: jax.Array, sampling: SamplingState) -> tuple[jax.Array, jax.Array]:
+    """The distribution that plain decoding would sample from.
+
+    Temperature, then top-k, top-p and min-p, each on the renormalised rest; a greedy row is one-hot at the lowest of its
+    largest entries. Always computed in float32 (PITFALLS L01).
+
+    Args:
+      logits: ``[B, V]`` or ``[B, n, V]``.
+
+    Returns: float32 log-probabilities of the same shape, -inf outside the kept tokens, and bool ``[...]`` whether the row
+    was usable; an unusable row is -inf throughout.
+    """
+    logits = logits.astype(jnp.float32)
+    finite = is_finite_row(logits)
+
+    def per_row(x: jax.Array) -> jax.Array:
+        return x.reshape(x.shape[0], *(1,) * (logits.ndim - 1))
+
+    greedy = per_row(sampling.temperature == 0)
+    best = jnp.argmax(logits, axis=-1)[..., None] == jnp.arange(logits.shape[-1]).reshape(*(1,) * (logits.ndim - 1), -1)
+    one_hot = jnp.where(best, 0.0, -jnp.inf)
+    # Shifting before dividing keeps tiny temperatures finite.
+    shifted = logits - jnp.max(logits, axis=-1, keepdims=True)
+    scaled = shifted / jnp.where(greedy, 1.0, per_row(sampling.temperature))
+    filtered = jnp.any((sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0))
+    scaled = jax.lax.cond(filtered, lambda x: _filter(x, sampling, per_row), lambda x: x, scaled)
+    out = jnp.where(greedy, one_hot, jax.nn.log_softmax(scaled, axis=-1))
+    return jnp.where(finite[..., None], out, -jnp.inf), finite
+
+
+def _filter(scaled: jax.Array, sampling: SamplingState, per_row: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """Set what top-k, top-p and min-p remove from ``scaled`` (log weights, largest 0) to -inf."""
+
+    def keep(x: jax.Array, threshold: jax.Array, on: jax.Array) -> jax.Array:
+        return jnp.where(~per_row(on) | (x >= threshold), x, -jnp.inf)
+
+    wanted = per_row(sampling.top_k)
+    kth = _largest(scaled, lambda kept: jnp.sum(kept, axis=-1, keepdims=True, dtype=jnp.int32) >= wanted)
+    scaled = keep(scaled, kth, sampling.top_k > 0)
+    weight = jnp.exp(scaled)
+    goal = per_row(sampling.top_p) * jnp.sum(weight, axis=-1, keepdims=True)
+    cut = _largest(scaled, lambda kept: jnp.sum(jnp.where(kept, weight, 0.0), axis=-1, keepdims=True) >= goal)
+    scaled = keep(scaled, cut, sampling.top_p < 1)
+    floor = jnp.log(per_row(jnp.maximum(sampling.min_p, jnp.finfo(jnp.float32).tiny)))
+    return keep(scaled, floor, sampling.min_p > 0)
+
+
+def _largest(x: jax.Array, enough: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """The largest float32 t for which the entries of ``x <= 0`` at or above t are ``enough``, ``[..., 1]``; -inf if none is.
+
+    Non-positive floats rise as their bit patterns fall, so 32 halvings of the patterns find t exactly.
+    """
+    # -0.0 would be 0x80000000; map 0.0 there too, so that patterns are one falling range.
+    bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, -0.0, x), jnp.uint32)
+    shape = (*x.shape[:-1], 1)
+    low = jnp.full(shape, 0x80000000, jnp.uint32)  # -0.0: keeps the fewest
+    high = jnp.full(shape, 0xFF800000, jnp.uint32)  # -inf: keeps all
+
+    def halve(_: int, span: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        low, high = span
+        middle = low + (high - low) // 2
+        ok = enough(bits <= middle)
+        return jnp.where(ok, low, jnp.minimum(middle + 1, high)), jnp.where(ok, middle, high)
+
+    _, high = jax.lax.fori_loop(0, 32, halve, (low, high))
+    return jax.lax.bitcast_convert_type(high, jnp.float32)
+
+
+def _keys(key: jax.Array, positions: jax.Array, purpose: int) -> jax.Array:
+    """Typed keys ``[B, n]`` of (request, absolute position, purpose)."""
+
+    def one(data: jax.Array, position: jax.Array) -> jax.Array:
+        base = jax.random.wrap_key_data(data, impl="threefry2x32")
+        return jax.random.fold_in(jax.random.fold_in(base, position), purpose)
+
+    return jax.vmap(lambda data, at: jax.vmap(lambda position: one(data, position))(at))(key, positions)
+
+
+def uniforms(key: jax.Array, positions: jax.Array, purpose: int) -> jax.Array:
+    """Uniform float32 ``[B, n]`` in [0, 1) for ``key [B, 2]`` and absolute ``positions [B, n]``."""
+    return jax.vmap(jax.vmap(lambda k: jax.random.uniform(k, (), jnp.float32)))(_keys(key, positions, purpose))
+
+
+def gumbel(key: jax.Array, positions: jax.Array, purpose: int, vocab: int) -> jax.Array:
+    """Gumbel noise float32 ``[B, n, V]``.
+
+    Drawn in mode "high": with the default 23 bits the noise ends near 16, and tokens less likely than about e^-17 could
+    never be drawn (PITFALLS L20).
+    """
+    keys = _keys(key, positions, purpose)
+    return jax.vmap(jax.vmap(lambda k: jax.random.gumbel(k, (vocab,), jnp.float32, mode="high")))(keys)
+
+
+def draw(log_p: jax.Array, noise: jax.Array) -> jax.Array:
+    """A token per row of ``log_p [..., V]`` by the Gumbel-max rule, int32; never one of zero mass while there is any."""
+    score = jnp.where(log_p > -jnp.inf, log_p + noise, -jnp.inf)
+    return jnp.argmax(score, axis=-1).astype(jnp.int32)
