@@ -95,6 +95,36 @@ def environment() -> dict[str, Any]:
     }
 
 
+def watch_other_work() -> Callable[[], float | None]:
+    """Start watching; the returned call tells how many cores other processes kept busy since then (None: unknown)."""
+
+    def busy() -> float:
+        with open("/proc/stat", encoding="utf-8") as stat:
+            user, nice, system, _, _, irq, softirq, *_ = (int(x) for x in stat.readline().split()[1:])
+        return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+
+    if not os.path.exists("/proc/stat"):
+        return lambda: None
+    start, total, own = time.perf_counter(), busy(), time.process_time()
+
+    def cores() -> float:
+        others = (busy() - total) - (time.process_time() - own)
+        return max(0.0, round(others / (time.perf_counter() - start), 2))
+
+    return cores
+
+
+def print_conditions(environment: Mapping[str, Any]) -> None:
+    """The machine, and a warning where the times cannot be trusted."""
+    print("\n" + ", ".join(f"{key} {value}" for key, value in environment.items()))
+    others = environment.get("cores_used_by_others")
+    if others is not None and others > 0.1:
+        print(
+            f"NOT A CLEAN RUN: other processes kept {others} cores busy. All times are too long, and OpenMP's"
+            " (Hugging Face) by far the most, since its threads wait for each other."
+        )
+
+
 def print_table(title: str, head: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     """A table in Markdown; floats with two decimals."""
     cells = [[f"{c:.2f}" if isinstance(c, float) else "" if c is None else str(c) for c in row] for row in rows]

@@ -28,7 +28,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from common import SMOLLM2, environment, interleaved, milliseconds, print_table, random_target, report
+from common import (
+    SMOLLM2,
+    environment,
+    interleaved,
+    milliseconds,
+    print_conditions,
+    print_table,
+    random_target,
+    report,
+    watch_other_work,
+)
 
 from dspark_jax import cache as kv
 from dspark_jax import target
@@ -210,7 +220,9 @@ def main() -> None:
         results["hf_logit_difference"] = largest_difference(params, model, tokens)
         subjects |= {f"hf {n}": hf_step(model, tokens, n) for n in (1, 8)}
 
+    others = watch_other_work()
     ms = {name: milliseconds(s) for name, s in interleaved(subjects, args.turns).items()}
+    results["environment"]["cores_used_by_others"] = others()
     results["ms"] = ms
     ratios = [
         ("our 8 tokens / our 1 token", ms["step 8"] / ms["step 1"], 1.9),
@@ -225,7 +237,7 @@ def main() -> None:
         ratios.append(("our step / Hugging Face's, 8 tokens", ms["step 8"] / ms["hf 8"], None))
     results["ratios"] = {name: value for name, value, _ in ratios}
 
-    print(results["environment"])
+    print_conditions(results["environment"])
     if not missing:
         print(f"largest difference of a logit between transformers and us: {results['hf_logit_difference']:.1e}")
     rows = [

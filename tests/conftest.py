@@ -15,14 +15,6 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_debug_key_reuse", True)
 
-# Compiled programs survive between runs; tracing does not change, so tests that count traces are unaffected. Workers of
-# pytest-xdist keep to themselves because JAX does not write cache files atomically.
-_cache = ROOT / ".pytest_cache" / "jax" / os.environ.get("PYTEST_XDIST_WORKER", "main")
-jax.config.update("jax_compilation_cache_dir", str(_cache))
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-
-
 @pytest.fixture(scope="session")
 def fixtures_dir() -> Path:
     """Small reference data that is committed with the tests."""

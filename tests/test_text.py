@@ -27,9 +27,7 @@ def byte_level() -> Tokenizer:
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-    )
+    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
     backend.train_from_iterator(TEXTS, trainer)
     backend.add_special_tokens(["<|end|>", "<|日本|>"])
     backend.add_tokens([AddedToken("<té>", normalized=False), AddedToken("Ġ日", normalized=False)])

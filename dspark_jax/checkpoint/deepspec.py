@@ -158,7 +158,9 @@ def _tensors(
         shape = (config.vocab_size, config.hidden_size)
         for name, array in zip(SHARED, shared, strict=True):
             if tuple(array.shape) != shape:
-                raise PairError(f"{name} of the target has shape {shape_text(array.shape)}, the draft needs {shape_text(shape)}")
+                raise PairError(
+                    f"{name} of the target has shape {shape_text(array.shape)}, the draft needs {shape_text(shape)}"
+                )
             yield name, np.asarray(array).astype(stored, copy=False)
     for name, array in named_tensors(draft_specs(config), params):
         yield name, array if dtype is None else array.astype(dtype, copy=False)

@@ -10,7 +10,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
 from dspark_jax.checkpoint.files import write_json
-from dspark_jax.checkpoint.gguf_files import GGUFFile
+from dspark_jax.checkpoint.gguf import GGUFFile
 from dspark_jax.errors import TextError
 
 _WORDS = (
@@ -31,7 +31,10 @@ def _split(digits: str) -> Any:
 def _pre_tokenizer(pre: str) -> Any:
     if pre == "smollm":
         return pre_tokenizers.Sequence(
-            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
+            [
+                pre_tokenizers.Digits(individual_digits=True),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+            ]
         )
     return _split({"qwen2": "", "llama-bpe": "{1,3}"}[pre])
 

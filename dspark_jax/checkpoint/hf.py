@@ -48,9 +48,7 @@ def read_target_config(directory: Path) -> TargetConfig:
     return dataclasses.replace(config, eos_token_ids=tuple(dict.fromkeys([*ids, *config.eos_token_ids])))
 
 
-def plan_target(
-    config: TargetConfig, tensors: Iterable[LazyTensor], source: str
-) -> tuple[list[Assignment], LazyTensor | None]:
+def plan_target(config: TargetConfig, tensors: Iterable[LazyTensor], source: str) -> tuple[list[Assignment], LazyTensor | None]:
     """Match a target's table with a checkpoint's headers; also the redundant LM head of a tied model, if there is one.
 
     Raises:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from dspark_jax.params import Params, ParamSpec, draft_specs, target_specs
 
 MARKER = "dspark.json"
 VERSION = 1
+_BLOCK = 1 << 20
 
 
 def is_own(directory: Path) -> bool:
@@ -42,6 +44,31 @@ def is_own(directory: Path) -> bool:
 
 def specs_of(config: TargetConfig | DraftConfig) -> dict[str, Any]:
     return target_specs(config) if isinstance(config, TargetConfig) else draft_specs(config)
+
+
+def _checksum(path: Path) -> int:
+    value = 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            value = zlib.crc32(block, value)
+    return value
+
+
+def _checksums(params: Path) -> dict[str, int]:
+    """CRC-32 of every file that Orbax wrote: its storage alone does not notice a changed bit inside a weight."""
+    return {f.relative_to(params).as_posix(): _checksum(f) for f in sorted(params.rglob("*")) if f.is_file()}
+
+
+def _verify_files(params: Path, marker: Path) -> None:
+    files = read_json(marker).get("files")
+    if not isinstance(files, dict):
+        raise CheckpointError(f"{marker}: files={files!r} must map file names to checksums")
+    for name, value in files.items():
+        path = params / name
+        if not path.is_file():
+            raise CheckpointError(f"{path} does not exist")
+        if _checksum(path) != value:
+            raise CheckpointError(f"{path} is damaged: its checksum is not the one in {marker.name}")
 
 
 def save_own(
@@ -75,7 +102,15 @@ def save_own(
             target_config_to_hf(config) if isinstance(config, TargetConfig) else draft_config_to_hf(config),
         )
         copy_text_files(text_dir if target else None, temp)
-        write_json(temp / MARKER, {"version": VERSION, "kind": "target" if target else "draft", "params": stored})
+        write_json(
+            temp / MARKER,
+            {
+                "version": VERSION,
+                "kind": "target" if target else "draft",
+                "params": stored,
+                "files": _checksums(temp / "params"),
+            },
+        )
 
 
 def read_own_config(directory: Path) -> tuple[TargetConfig | DraftConfig, dict[str, np.dtype[Any]]]:
@@ -115,9 +150,21 @@ def _abstract(path: str, spec: ParamSpec, dtype: np.dtype[Any], shardings: Any) 
     return jax.ShapeDtypeStruct(spec.shape, dtype, sharding=sharding)
 
 
-def load_own(
-    directory: str | Path, dtype: Any = None, shardings: Any = None
-) -> tuple[TargetConfig | DraftConfig, Params]:
+def _restore_leaf(checkpointer: ocp.Checkpointer, path: Path, leaf: str, abstract: jax.ShapeDtypeStruct) -> jax.Array:
+    item = build_tree([(leaf, abstract)])
+    restore_args = ocp.checkpoint_utils.construct_restore_args(item)
+    try:
+        args = ocp.args.PyTreeRestore(item=item, restore_args=restore_args, partial_restore=True)
+        array: jax.Array = tree_leaf(checkpointer.restore(path, args=args), leaf)
+    except Exception as error:  # whatever Orbax and its storage raise on damaged files
+        reason = next(iter(str(error).splitlines()), "")[:300]
+        raise CheckpointError(f"{path}: {leaf} cannot be restored: {type(error).__name__}: {reason}") from error
+    if array.shape != abstract.shape or array.dtype != abstract.dtype:
+        raise CheckpointError(f"{path}: {leaf} has shape {shape_text(array.shape)}, expected {shape_text(abstract.shape)}")
+    return array
+
+
+def load_own(directory: str | Path, dtype: Any = None, shardings: Any = None) -> tuple[TargetConfig | DraftConfig, Params]:
     """Restore a target or a draft from own form.
 
     Args:
@@ -134,16 +181,14 @@ def load_own(
     path = directory / "params"
     if not path.is_dir():
         raise CheckpointError(f"{path} does not exist")
+    _verify_files(path, directory / MARKER)
     specs = spec_leaves(specs_of(config))
-    tree = build_tree((p, _abstract(p, s, wanted or stored[p], shardings)) for p, s in specs)
-    try:
-        with ocp.StandardCheckpointer() as checkpointer:
-            params: Params = checkpointer.restore(path, tree)
-    except Exception as error:  # whatever Orbax and its storage raise on damaged files
-        reason = next(iter(str(error).splitlines()), "")[:300]
-        raise CheckpointError(f"{path} cannot be restored: {type(error).__name__}: {reason}") from error
-    for leaf, _ in specs:
-        for shard in tree_leaf(params, leaf).addressable_shards:
-            if shard.replica_id == 0:
-                check_finite(np.asarray(shard.data), str(path), leaf)
-    return config, params
+    leaves = []
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        for leaf, spec in specs:  # one at a time, so that the host holds one leaf in its stored form besides the result
+            array = _restore_leaf(checkpointer, path, leaf, _abstract(leaf, spec, wanted or stored[leaf], shardings))
+            for shard in array.addressable_shards:
+                if shard.replica_id == 0:
+                    check_finite(np.asarray(shard.data), str(path), leaf)
+            leaves.append((leaf, array))
+    return config, build_tree(leaves)

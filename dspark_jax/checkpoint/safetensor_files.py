@@ -39,7 +39,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _reader(path: Path, start: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Callable[[], np.ndarray]:
     def read() -> np.ndarray:
         out = aligned_empty(shape, dtype)
-        flat = memoryview(out.reshape(-1).view(np.uint8))
+        flat = out.reshape(-1).view(np.uint8).data
         with path.open("rb", buffering=0) as file:
             file.seek(start)
             done = 0
@@ -75,7 +75,13 @@ def read_header(path: Path) -> list[LazyTensor]:
         header = json.loads(raw, object_pairs_hook=_unique)
         header.pop("__metadata__", None)
         entries = [
-            (name, str(e["dtype"]), tuple(int(n) for n in e["shape"]), int(e["data_offsets"][0]), int(e["data_offsets"][1]))
+            (
+                name,
+                str(e["dtype"]),
+                tuple(int(n) for n in e["shape"]),
+                int(e["data_offsets"][0]),
+                int(e["data_offsets"][1]),
+            )
             for name, e in header.items()
         ]
     except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
@@ -154,7 +160,7 @@ def _write_file(path: Path, tensors: Sequence[tuple[str, np.ndarray]]) -> None:
 
 
 def write_directory(directory: Path, tensors: Iterable[tuple[str, np.ndarray]], max_shard_bytes: int) -> None:
-    """Write tensors as ``model.safetensors``, or as shards of at most ``max_shard_bytes`` (one tensor at least) with an index."""
+    """Write ``model.safetensors``, or shards of at most ``max_shard_bytes`` (but one tensor at least) with an index."""
     shards: list[list[tuple[str, np.ndarray]]] = [[]]
     filled = 0
     for name, array in tensors:

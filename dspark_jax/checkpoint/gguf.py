@@ -113,15 +113,17 @@ def read_config(file: GGUFFile) -> TargetConfig:
             raise ConfigError(f"{file.path}: {arch}.{key}={file.get(f'{arch}.{key}')!r} is not supported")
     heads, hidden = need("attention.head_count"), need("embedding_length")
     kv_heads = file.get(f"{arch}.attention.head_count_kv", heads)
-    for key, value in (("head_count", heads), ("head_count_kv", kv_heads), ("feed_forward_length", need("feed_forward_length"))):
+    for key, value in (
+        ("head_count", heads),
+        ("head_count_kv", kv_heads),
+        ("feed_forward_length", need("feed_forward_length")),
+    ):
         if isinstance(value, list):
             raise ConfigError(f"{file.path}: {arch}.{key}={value} differs between layers, which is not supported")
     head_dim = file.get(f"{arch}.attention.key_length", hidden // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
         if file.get(f"{arch}.{key}", head_dim) != head_dim:
-            raise ConfigError(
-                f"{file.path}: {arch}.{key}={file.get(f'{arch}.{key}')} must equal the head dimension {head_dim}"
-            )
+            raise ConfigError(f"{file.path}: {arch}.{key}={file.get(f'{arch}.{key}')} must equal the head dimension {head_dim}")
     embed = names.get("token_embd.weight")
     if embed is None:
         raise CheckpointError(f"{file.path}: tensor token_embd.weight is missing")
@@ -217,11 +219,11 @@ def plan_target_gguf(file: GGUFFile) -> tuple[TargetConfig, list[Assignment]]:
     return config, assignments
 
 
-def load_target_gguf(path: str | Path, dtype: Any = None, shardings: Any = None) -> tuple[TargetConfig, Params]:
+def load_target_gguf(source: str | Path | GGUFFile, dtype: Any = None, shardings: Any = None) -> tuple[TargetConfig, Params]:
     """Load a target from a GGUF file; ``dtype`` None: float32, the result of dequantising.
 
     Raises:
       CheckpointError, ConfigError: as ``plan_target_gguf``.
     """
-    config, assignments = plan_target_gguf(GGUFFile(path))
+    config, assignments = plan_target_gguf(source if isinstance(source, GGUFFile) else GGUFFile(source))
     return config, build_tree(materialise(assignments, as_dtype(dtype), shardings))

@@ -1,0 +1,190 @@
+"""Options that several subcommands share, and what they mean."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from dspark_jax.checkpoint.source import cache_dir
+from dspark_jax.errors import RequestError
+from dspark_jax.generate import Prompt
+from dspark_jax.pair import DTYPES, Pair, load_pair
+from dspark_jax.sampling import SamplingParams
+from dspark_jax.schedule import Autoregressive, FixedLength, Policy, Threshold
+
+POLICY_FORMS = "ar | fixed | fixed:N | threshold:X | survival:X"
+
+
+class PromptRow(NamedTuple):
+    """One line of a prompt file. ``domain`` groups rows in reports."""
+
+    prompt: Prompt
+    domain: str = ""
+
+
+def add_model(parser: argparse.ArgumentParser, target_required: bool = True) -> None:
+    group = parser.add_argument_group("models")
+    group.add_argument(
+        "--target",
+        required=target_required,
+        metavar="NAME|PATH",
+        help="a Hugging Face directory, a .gguf file, a directory in own form, or the name smollm2",
+    )
+    group.add_argument("--draft", metavar="DIR", help="the draft, in DeepSpec or own form; without it: plain decoding")
+    group.add_argument(
+        "--dtype", choices=sorted(DTYPES), default="float32", help="of weights and caches (default: %(default)s)"
+    )
+    add_cache(parser)
+
+
+def add_cache(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--no-compilation-cache", action="store_true", help="compile everything anew instead of keeping programs on disk"
+    )
+
+
+def add_sampling(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("sampling")
+    group.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
+    group.add_argument("--top-k", type=int, default=0, metavar="K", help="0: off (default)")
+    group.add_argument("--top-p", type=float, default=1.0, metavar="P", help="1: off (default)")
+    group.add_argument("--min-p", type=float, default=0.0, metavar="P", help="0: off (default)")
+    group.add_argument("--seed", type=int, metavar="N", help="prompt i uses seed N + i; default: new ones at every call")
+
+
+def add_text(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument("--raw", action="store_true", help="no chat template (default: the model's own, where it has one)")
+    parser.add_argument("--system", metavar="TEXT", help="system message; needs a chat template")
+
+
+def use_compilation_cache(args: argparse.Namespace) -> Path | None:
+    """Keep compiled programs between calls, unless that is unwanted or JAX was already told where to.
+
+    Returns: the directory in use.
+    """
+    if args.no_compilation_cache:
+        jax.config.update("jax_enable_compilation_cache", False)
+        return None
+    current = jax.config.values["jax_compilation_cache_dir"]
+    if current:
+        return Path(current)
+    directory = cache_dir() / "xla"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        print(f"dspark: warning: compiled programs cannot be kept in {directory}: {error.strerror}", file=sys.stderr)
+        return None
+    jax.config.update("jax_compilation_cache_dir", str(directory))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    return directory
+
+
+def load(args: argparse.Namespace) -> Pair:
+    return load_pair(args.target, args.draft, args.dtype)
+
+
+def parse_policy(text: str) -> Policy:
+    """The policy that ``text`` names.
+
+    Raises:
+      RequestError: not one of ``POLICY_FORMS``, or a value outside its range.
+    """
+    name, colon, value = text.partition(":")
+    makers: dict[str, Callable[[], Policy]] = {
+        "ar": Autoregressive,
+        "fixed": lambda: FixedLength(int(value) if colon else None),
+        "threshold": lambda: Threshold(float(value)),
+        "survival": lambda: Threshold(float(value), cumulative=True),
+    }
+    if name not in makers or (name == "ar" and colon):
+        raise RequestError(f"--policy={text!r} is unknown; legal: {POLICY_FORMS}")
+    try:
+        return makers[name]()
+    except RequestError as error:
+        raise RequestError(f"--policy={text!r}: {error}") from error
+    except ValueError as error:
+        raise RequestError(f"--policy={text!r}: {value!r} is not a number; legal: {POLICY_FORMS}") from error
+
+
+def sampling_for(args: argparse.Namespace, count: int) -> list[SamplingParams]:
+    """One setting per prompt; the seeds differ."""
+
+    def one(index: int) -> SamplingParams:
+        seed = args.seed if args.seed is None or not 0 <= args.seed < 2**32 else (args.seed + index) % 2**32
+        return SamplingParams(args.temperature, args.top_k, args.top_p, args.min_p, seed)
+
+    return [one(i) for i in range(count)]
+
+
+def read_prompts(path: str) -> list[PromptRow]:
+    """Prompts of a file: ``.jsonl`` with one object a line (``prompt``: text, token ids or messages; or ``messages``;
+    optionally ``domain`` or ``source``), any other name: one prompt a line.
+
+    Raises:
+      RequestError: the file cannot be read, a line is not of that form, or there is none.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"--prompts={path} cannot be read: {error}") from error
+    lines = [(i, line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if not lines:
+        raise RequestError(f"--prompts={path} holds no prompt")
+    if Path(path).suffix != ".jsonl":
+        return [PromptRow(line.rstrip("\r")) for _, line in lines]
+    return [_row(line, f"--prompts={path}, line {i}") for i, line in lines]
+
+
+def _row(line: str, where: str) -> PromptRow:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise RequestError(f"{where} is not valid JSON: {error}") from error
+    prompt = row.get("prompt", row.get("messages")) if isinstance(row, Mapping) else None
+    if not isinstance(prompt, str | list):
+        raise RequestError(f"{where} must be an object with 'prompt' (text, token ids or messages) or 'messages'")
+    return PromptRow(prompt, str(row.get("domain") or row.get("source") or ""))
+
+
+def as_prompt(pair: Pair, prompt: Prompt, args: argparse.Namespace) -> Prompt:
+    """Text becomes a chat message where the model has a template and ``--raw`` is not given; the rest stays as it is."""
+    chat = pair.tokenizer is not None and "default" in pair.tokenizer.chat_templates and not args.raw
+    if args.system is not None and not chat:
+        why = "--raw is given" if args.raw else f"{pair.target_name} has no chat template"
+        raise RequestError(f"--system={args.system!r} needs a chat template, but {why}")
+    if not isinstance(prompt, str) or not chat:
+        return prompt
+    system = [{"role": "system", "content": args.system}] if args.system is not None else []
+    return [*system, {"role": "user", "content": prompt}]
+
+
+def machine() -> dict[str, Any]:
+    """What a measurement ran on."""
+    model = platform.processor() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), model)
+    except OSError:
+        pass
+    device = jax.devices()[0]
+    return {
+        "platform": device.platform,
+        "device": device.device_kind,
+        "devices": jax.device_count(),
+        "cpu": model,
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "jaxlib": importlib.metadata.version("jaxlib"),
+        "dspark_jax": importlib.metadata.version("dspark-jax"),
+    }
