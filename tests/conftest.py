@@ -15,6 +15,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_debug_key_reuse", True)
 
+
 @pytest.fixture(scope="session")
 def fixtures_dir() -> Path:
     """Small reference data that is committed with the tests."""

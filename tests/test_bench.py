@@ -111,9 +111,9 @@ def test_failures_are_recorded_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPa
 
 def test_warm_up_compiles_everything() -> None:
     pair = toy_pair()
-    cases = [Case([[1] * n], [SamplingParams()]) for n in (3, 5, 40, 250)]
+    cases = [Case([[1] * n], [SamplingParams()]) for n in (3, 5, 250)]
     policies = {PLAIN: Autoregressive(), "fixed": FixedLength(2)}
-    assert len(list(warm_up(pair, cases, policies, 10, 1))) == 2 * 3  # chunks 32 and 64 at capacity 256; capacity 512
+    assert len(list(warm_up(pair, cases, policies, 10, 1))) == 2 * 2  # capacities 256 and 512
     sizes = bench.decode._cache_size()
     assert all(r.failure is None for r in measure(pair, cases, policies, 10, 1, 1))
     assert bench.decode._cache_size() == sizes

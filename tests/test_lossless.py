@@ -67,7 +67,8 @@ def exact_law(pair, params):
 
 def observed(pair, params, policy, batches, rows=2048):
     """Counts of every continuation over ``batches`` runs of the real prefill and loop with ``rows`` seeded requests."""
-    run = jax.jit(loop.decode.__wrapped__, static_argnums=0)
+    # A fresh function every time: controls change what is traced, and a cached trace would hide it.
+    run = jax.jit(lambda model, *rest: loop.decode.__wrapped__(model, *rest), static_argnums=0)
     counts = np.zeros(VOCAB**LOOK, np.int64)
     limit = len(PROMPT) + LOOK + 4
     weights = VOCAB ** np.arange(LOOK - 1, -1, -1)
@@ -110,7 +111,7 @@ def argmax_drafts(monkeypatch):
 
 
 def residual_from_p(monkeypatch):
-    monkeypatch.setattr(verify, "residual", lambda log_p, log_q, use_q: log_p)
+    monkeypatch.setattr(verify, "residual", lambda log_p, log_q, use_q: (log_p, jnp.zeros_like(use_q)))
 
 
 def raw_q(monkeypatch):

@@ -139,6 +139,6 @@ def _report(outputs: Sequence[Output], facts: dict[str, Any]) -> None:
         print(line + "]", file=sys.stderr)
     speed, first, load = (facts[name] for name in ("tokens_per_second", "first_token_seconds", "load_seconds"))
     print(
-        f"[{output.number(speed, 1)} tokens/s; first token after {output.number(first)} s, loading took {output.number(load)} s]",
+        f"[{output.number(speed, 1)} tokens/s; first token after {output.number(first)} s, loading {output.number(load)} s]",
         file=sys.stderr,
     )
