@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
-PYTEST := $(BIN)/python -m pytest -q
+PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadscope
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow bench lint format clean

@@ -64,9 +64,7 @@ class SamplingParams:
         if not _is_number(self.min_p) or not 0 <= self.min_p < 1:
             raise RequestError(f"min_p={self.min_p!r} must lie in [0, 1)")
         seed = self.seed
-        if seed is not None and (
-            isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 2**32
-        ):
+        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 2**32):
             raise RequestError(f"seed={seed!r} must be None or an integer in [0, 2**32)")
         if t == 0 and (self.top_k > 1 or self.top_p < 1 or self.min_p > 0):
             raise RequestError(

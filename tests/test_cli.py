@@ -1,11 +1,14 @@
 """The command line: its answers, its JSON, and what it says about wrong input."""
 
+import argparse
 import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 import dspark_jax
@@ -187,6 +190,33 @@ def test_interruption(tiny: list[str], monkeypatch: pytest.MonkeyPatch, capsys: 
     assert capsys.readouterr().err.splitlines()[-1] == "dspark: interrupted"
 
 
+def test_out_of_memory(tiny: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\nmore")
+
+    monkeypatch.setattr(options, "load", fail)
+    assert main(["generate", *tiny, "--prompt-ids", IDS]) == 1
+    assert "out of memory: RESOURCE_EXHAUSTED" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="POSIX pipes")
+def test_a_closed_pipe_is_quiet(tiny: list[str]) -> None:
+    argv = [sys.executable, "-m", "dspark_jax", "generate", *tiny[:2], "--prompt-ids", IDS, "--policy", "ar", "--stream"]
+    process = subprocess.Popen(
+        [*argv, "--max-new-tokens", "64"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "JAX_COMPILATION_CACHE_DIR": jax.config.values["jax_compilation_cache_dir"]},
+    )
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    errors = process.stderr.read()
+    process.stderr.close()
+    assert process.wait() == 141
+    assert "Traceback" not in errors and "Exception" not in errors
+
+
 def test_convert_is_reachable(tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["convert", tiny[1], str(tmp_path / "own"), "--dry-run"]) == 0
     assert "model.embed_tokens.weight" in capsys.readouterr().out
@@ -231,11 +261,9 @@ def test_strict_replaces_what_json_lacks() -> None:
     assert strict({"a": (float("nan"), 1.5, [float("inf")]), "b": None}) == {"a": [None, 1.5, [None]], "b": None}
 
 
-def test_the_compilation_cache_of_jax_wins(capsys: pytest.CaptureFixture[str]) -> None:
-    import jax
-
+def test_the_compilation_cache_of_jax_wins() -> None:
     before = jax.config.values["jax_compilation_cache_dir"]
     assert before  # the tests have their own
-    args = options.argparse.Namespace(no_compilation_cache=False)
+    args = argparse.Namespace(no_compilation_cache=False)
     assert options.use_compilation_cache(args) == Path(before)
     assert jax.config.values["jax_compilation_cache_dir"] == before

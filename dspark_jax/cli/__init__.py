@@ -62,6 +62,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(stop.code or 0)
     except DsparkError as error:
         return _fail(str(error), EXIT_BAD_INPUT)
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):  # XLA's word for it
+            raise
+        first = str(error).split("\n", 1)[0]
+        return _fail(f"out of memory: {first} (a smaller --batch-size or --max-new-tokens needs less)", EXIT_FAILED)
     except KeyboardInterrupt:
         return _fail("interrupted", EXIT_INTERRUPTED)
     except BrokenPipeError:  # the reader (head, less) has gone; nothing may be written at exit either

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from dspark_jax.generate import Output
 
-PLAIN_WIDTH = 120  # where stdout is not a terminal and has no width of its own
+PLAIN_WIDTH = 140  # where stdout is not a terminal and has no width of its own
 
 
 def console(stderr: bool = False) -> Console:
@@ -59,7 +59,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> 
     """A plain table; the first column is left-aligned, the others are numbers."""
     result = Table(title=title, box=rich.box.SIMPLE_HEAD, title_justify="left")
     for i, column in enumerate(columns):
-        result.add_column(column, justify="left" if i == 0 else "right")
+        result.add_column(column, justify="left" if i == 0 else "right", no_wrap=i == 0)
     for row in rows:
         result.add_row(*row)
     return result
