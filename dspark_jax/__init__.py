@@ -7,8 +7,9 @@ functions below them.
 from importlib.metadata import version as _version
 
 from dspark_jax.errors import CheckpointError, ConfigError, DsparkError, PairError, RequestError, TextError
-from dspark_jax.generate import Delta, Output, Stats, generate, stream
+from dspark_jax.generate import Delta, generate, stream
 from dspark_jax.pair import Pair, load_pair
+from dspark_jax.requests import Output, Stats
 from dspark_jax.sampling import SamplingParams
 from dspark_jax.schedule import Autoregressive, FixedLength, Threshold
 

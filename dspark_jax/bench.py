@@ -13,8 +13,9 @@ import jax
 import numpy as np
 
 from dspark_jax.decode import decode
-from dspark_jax.generate import ALL_ROUNDS, Output, Prompt, _capacity, _Group, _Plan, acceptance_by_position
+from dspark_jax.generate import ALL_ROUNDS
 from dspark_jax.pair import Pair
+from dspark_jax.requests import Group, Output, Plan, Prompt, acceptance_by_position, capacity_for
 from dspark_jax.sampling import SamplingParams
 from dspark_jax.schedule import Policy
 
@@ -63,7 +64,7 @@ def timed_generate(
     prefill_chunk: int | None = None,
 ) -> TimedOutputs:
     """``generate`` with a clock. Arguments and errors are its own."""
-    plan = _Plan.make(pair, prompts, sampling, scheduler, max_new_tokens, stop_token_ids, batch_size, prefill_chunk)
+    plan = Plan.make(pair, prompts, sampling, scheduler, max_new_tokens, stop_token_ids, batch_size, prefill_chunk)
     outputs: dict[int, Output] = {}
     timings = []
     for group in plan.groups():
@@ -73,7 +74,7 @@ def timed_generate(
     return TimedOutputs([outputs[i] for i in range(len(prompts))], timings)
 
 
-def _timed_group(plan: _Plan, group: _Group) -> tuple[dict[int, Output], Timing]:
+def _timed_group(plan: Plan, group: Group) -> tuple[dict[int, Output], Timing]:
     clock = [time.perf_counter()]
     state = group.start()
     if state is None:
@@ -148,8 +149,8 @@ def warm_up(
     context = pair.model.target.max_positions
     for name, policy in policies.items():
         for case in cases:
-            plan = _Plan.make(pair, case.prompts, case.sampling, policy, max_new_tokens, None, batch_size, None)
-            capacity = _capacity(min(max(map(len, plan.ids)) + max_new_tokens, context), context)
+            plan = Plan.make(pair, case.prompts, case.sampling, policy, max_new_tokens, None, batch_size, None)
+            capacity = capacity_for(min(max(map(len, plan.ids)) + max_new_tokens, context), context)
             if (name, plan.chunk, capacity) in seen:
                 continue
             seen.add((name, plan.chunk, capacity))

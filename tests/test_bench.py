@@ -11,7 +11,8 @@ from toys import toy_pair
 from dspark_jax import bench
 from dspark_jax.bench import PLAIN, Case, Run, Timing, measure, summarise, timed_generate, warm_up
 from dspark_jax.cli import main
-from dspark_jax.generate import Output, Stats, generate
+from dspark_jax.generate import generate
+from dspark_jax.requests import Output, Stats
 from dspark_jax.sampling import SamplingParams
 from dspark_jax.schedule import Autoregressive, FixedLength
 

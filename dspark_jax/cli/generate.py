@@ -11,8 +11,9 @@ from typing import Any
 from dspark_jax.bench import timed_generate
 from dspark_jax.cli import options, output
 from dspark_jax.errors import RequestError
-from dspark_jax.generate import Output, Prompt, stream
+from dspark_jax.generate import stream
 from dspark_jax.pair import Pair
+from dspark_jax.requests import Output, Prompt
 
 HELP = "answer prompts"
 

@@ -16,8 +16,8 @@ import jax
 
 from dspark_jax.checkpoint.source import cache_dir
 from dspark_jax.errors import RequestError
-from dspark_jax.generate import Prompt
 from dspark_jax.pair import DTYPES, Pair, load_pair
+from dspark_jax.requests import Prompt
 from dspark_jax.sampling import SamplingParams
 from dspark_jax.schedule import Autoregressive, FixedLength, Policy, Threshold
 
@@ -84,6 +84,8 @@ def use_compilation_cache(args: argparse.Namespace) -> Path | None:
         print(f"dspark: warning: compiled programs cannot be kept in {directory}: {error.strerror}", file=sys.stderr)
         return None
     jax.config.update("jax_compilation_cache_dir", str(directory))
+    # A bound makes JAX lock the directory, so that two calls at once never read a half-written program.
+    jax.config.update("jax_compilation_cache_max_size", 4 * 2**30)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     return directory

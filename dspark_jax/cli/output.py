@@ -14,7 +14,7 @@ import rich.box
 from rich.console import Console
 from rich.table import Table
 
-from dspark_jax.generate import Output
+from dspark_jax.requests import Output
 
 PLAIN_WIDTH = 140  # where stdout is not a terminal and has no width of its own
 

@@ -1,0 +1,231 @@
+"""Requests: checked on the host before anything is computed, decoded in groups, reported when they end (SPEC section 9)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dspark_jax.decode import prefill
+from dspark_jax.errors import RequestError
+from dspark_jax.pair import Pair
+from dspark_jax.sampling import SamplingParams, SamplingState
+from dspark_jax.schedule import Autoregressive, FixedLength, Policy, check_policy
+from dspark_jax.state import ERROR, LENGTH, STOP, DecodeState, new_state
+
+FINISH_REASONS = {STOP: "stop", LENGTH: "length", ERROR: "error"}
+MAX_BATCH = 16
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Stats:
+    """Counts of one request.
+
+    Attributes:
+      rounds: passes of the target after the prefill. drafts_verified, drafts_accepted: summed over rounds.
+      accepted_length: committed tokens per round, the target's own included; nan without a round.
+      acceptance_by_position: share of rounds whose slot k was accepted, among those that checked slot k.
+      degenerate_rounds: rounds in which a draft distribution was unusable (not finite) and the target decided alone.
+    """
+
+    prompt_tokens: int
+    new_tokens: int
+    rounds: int
+    drafts_verified: int
+    drafts_accepted: int
+    accepted_length: float
+    acceptance_by_position: tuple[float, ...]
+    degenerate_rounds: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """One answer. ``token_ids`` holds new tokens only, a stop token included; ``text`` (None without a tokenizer) leaves a
+    stop token out. ``accepted_per_round`` counts committed tokens of every round; the prefill's token is not in it."""
+
+    token_ids: list[int]
+    text: str | None
+    finish_reason: str
+    accepted_per_round: list[int]
+    verified_per_round: list[int]
+    stats: Stats
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A checked call: everything that can be refused has been."""
+
+    pair: Pair
+    ids: list[list[int]]
+    sampling: list[SamplingParams]
+    policy: Policy
+    slots: int
+    max_new_tokens: int
+    stop_ids: tuple[int, ...]
+    batch_size: int
+    chunk: int
+
+    @staticmethod
+    def make(
+        pair: Pair,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None,
+        scheduler: Policy | None,
+        max_new_tokens: int,
+        stop_token_ids: Sequence[int] | None,
+        batch_size: int | None,
+        chunk: int | None,
+    ) -> Plan:
+        vocab = pair.model.target.vocab_size
+        if isinstance(prompts, str) or not isinstance(prompts, Sequence):
+            raise RequestError(f"prompts must be a list of prompts, got {type(prompts).__name__}")
+        _whole("max_new_tokens", max_new_tokens, 0)
+        if isinstance(sampling, SamplingParams) or sampling is None:
+            sampling = [sampling or SamplingParams()] * len(prompts)
+        if len(sampling) != len(prompts) or not all(isinstance(s, SamplingParams) for s in sampling):
+            raise RequestError(
+                f"sampling must be one SamplingParams or one per prompt: {len(prompts)} prompts, {len(sampling)} given"
+            )
+        stops = pair.model.target.eos_token_ids if stop_token_ids is None else tuple(stop_token_ids)
+        _check_ids("stop_token_ids", stops, vocab)
+        if scheduler is None:
+            scheduler = FixedLength() if pair.model.draft is not None else Autoregressive()
+        slots = check_policy(scheduler, pair.model.draft)
+        ids = [_encode(pair, prompt, i) for i, prompt in enumerate(prompts)]
+        size = batch_size if batch_size is not None else max(1, min(len(ids), MAX_BATCH))
+        _whole("batch_size", size, 1)
+        longest = max((len(p) for p in ids), default=1)
+        chunk = chunk_for(longest) if chunk is None else chunk
+        _whole("prefill_chunk", chunk, 1)
+        return Plan(pair, ids, list(sampling), scheduler, slots, max_new_tokens, tuple(stops), size, chunk)
+
+    def groups(self) -> Iterator[Group]:
+        for start in range(0, len(self.ids), self.batch_size):
+            yield Group(self, list(range(start, min(start + self.batch_size, len(self.ids)))))
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """The prompts of one batch; a last, smaller group is filled up with idle rows so that it runs the same program."""
+
+    plan: Plan
+    indices: list[int]
+
+    def start(self) -> DecodeState | None:
+        """The state after the prefill, or None when no token is asked for (then nothing is computed)."""
+        plan = self.plan
+        if plan.max_new_tokens == 0:
+            return None
+        context = plan.pair.model.target.max_positions
+        idle: list[list[int]] = [[]] * (plan.batch_size - len(self.indices))
+        prompts = [plan.ids[i] for i in self.indices] + idle
+        limits = [min(len(p) + plan.max_new_tokens, context) for p in prompts]
+        sampling = [plan.sampling[i] for i in self.indices] + [SamplingParams()] * len(idle)
+        state = new_state(
+            plan.pair.model,
+            prompts,
+            SamplingState.from_params(sampling),
+            limits,
+            plan.stop_ids,
+            capacity_for(max(limits), context),
+            plan.pair.dtype,
+            drafts=plan.policy.drafts,
+        )
+        return prefill(plan.pair.model, plan.pair.params, state, chunk=plan.chunk)
+
+    def outputs(self, state: DecodeState | None, rows: Sequence[int] | None = None) -> dict[int, Output]:
+        """The answers of ``rows`` (default: all), by prompt index."""
+        plan = self.plan
+        if state is None:
+            empty = [Stats(len(plan.ids[i]), 0, 0, 0, 0, float("nan"), (), 0) for i in self.indices]
+            text = "" if plan.pair.tokenizer else None
+            return {i: Output([], text, "length", [], [], s) for i, s in zip(self.indices, empty, strict=True)}
+        log = state.log
+        tokens, length, status = (np.asarray(x) for x in (state.tokens, state.length, state.status))
+        rounds, verified, accepted, committed, degenerate = (
+            np.asarray(x) for x in (log.rounds, log.verified, log.accepted, log.committed, log.degenerate)
+        )
+        result = {}
+        for row in range(len(self.indices)) if rows is None else rows:
+            index = self.indices[row]
+            start, end, count = len(plan.ids[index]), int(length[row]), int(rounds[row])
+            ids = tokens[row, start:end].tolist()
+            checked, kept, added = (x[row, :count] for x in (verified, accepted, committed))
+            text = None
+            if plan.pair.tokenizer is not None:
+                text = plan.pair.tokenizer.decode(ids[:-1] if status[row] == STOP else ids)
+            stats = Stats(
+                prompt_tokens=start,
+                new_tokens=len(ids),
+                rounds=count,
+                drafts_verified=int(checked.sum()),
+                drafts_accepted=int(kept.sum()),
+                accepted_length=float(added.mean()) if count else float("nan"),
+                acceptance_by_position=acceptance_by_position(checked, kept, plan.slots),
+                degenerate_rounds=int(degenerate[row]),
+            )
+            reason = FINISH_REASONS[int(status[row])]
+            result[index] = Output(ids, text, reason, added.tolist(), checked.tolist(), stats)
+        return result
+
+
+def acceptance_by_position(verified: np.ndarray, accepted: np.ndarray, slots: int) -> tuple[float, ...]:
+    """For slot k = 1..slots: rounds that accepted k or more drafts over rounds that checked k or more; nan where none did."""
+    checked = [int((verified >= k).sum()) for k in range(1, slots + 1)]
+    kept = [int(((accepted >= k) & (verified >= k)).sum()) for k in range(1, slots + 1)]
+    return tuple(a / c if c else float("nan") for a, c in zip(kept, checked, strict=True))
+
+
+def _whole(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
+        raise RequestError(f"{name}={value!r} must be an integer of at least {least}")
+
+
+def _check_ids(name: str, ids: Sequence[Any], vocab: int) -> None:
+    for i in ids:
+        if isinstance(i, bool) or not isinstance(i, (int, np.integer)):
+            raise RequestError(f"{name} holds {i!r}; token ids are integers")
+        if not 0 <= i < vocab:
+            raise RequestError(f"{name} holds token id {i}, outside [0, {vocab})")
+
+
+def _is_chat(prompt: Prompt) -> bool:
+    return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+
+
+def _encode(pair: Pair, prompt: Prompt, index: int) -> list[int]:
+    """Token ids of one prompt, checked."""
+    name = f"prompts[{index}]"
+    if isinstance(prompt, str) or _is_chat(prompt):
+        if pair.tokenizer is None:
+            raise RequestError(f"{name} is text, but {pair.target_name} has no tokenizer.json; give token ids")
+        encode: Any = pair.tokenizer.encode if isinstance(prompt, str) else pair.tokenizer.encode_chat
+        ids = encode(prompt)
+    elif isinstance(prompt, Sequence | np.ndarray):
+        ids = list(prompt)
+    else:
+        raise RequestError(f"{name} must be text, token ids or chat messages, got {type(prompt).__name__}")
+    if not ids:
+        raise RequestError(f"{name} is empty; a prompt needs at least one token")
+    _check_ids(name, ids, pair.model.target.vocab_size)
+    context = pair.model.target.max_positions
+    if len(ids) >= context:
+        raise RequestError(f"{name} has {len(ids)} tokens; the model's context of {context} leaves no room for an answer")
+    return [int(i) for i in ids]
+
+
+def chunk_for(longest: int) -> int:
+    """Few sizes, so that few programs are compiled; small ones waste less on short prompts."""
+    return 32 if longest <= 32 else 64 if longest <= 256 else 256
+
+
+def capacity_for(tokens: int, context: int) -> int:
+    """Cache capacity: the next power of two from 256, at most the model's context."""
+    size = 256
+    while size < tokens:
+        size *= 2
+    return min(size, context)
