@@ -283,3 +283,27 @@ def test_policies_that_need_what_a_draft_lacks_are_refused():
     for bad in (-0.1, 1.1):
         with pytest.raises(RequestError, match="value"):
             Threshold(bad)
+
+
+def test_bfloat16_differs_from_float32_only_at_near_ties(fixtures_dir):
+    """L21: every token of a bfloat16 run is, teacher-forced through one plain pass, within rounding of the largest logit."""
+    from dspark_jax import target
+    from dspark_jax.cache import empty_cache, pack
+    from dspark_jax.pair import load_pair
+
+    root = fixtures_dir / "qwen3_tiny"
+    pair = load_pair(root / "target", root / "dspark_vanilla" / "draft", dtype="bfloat16")
+    assert pair.params["target"]["embed"].dtype == jnp.bfloat16
+    prompts = [list(b"12+7=19; 3+4=7; "), list(b"the old man")]
+    cfg = pair.model.target
+    for policy in (FixedLength(), Autoregressive()):
+        for prompt, out in zip(prompts, generate(pair, prompts, scheduler=policy, max_new_tokens=30), strict=True):
+            assert len(out.token_ids) == 30
+            grid = jnp.asarray([prompt + out.token_ids], jnp.int32)
+            width = grid.shape[1]
+            cache = empty_cache(cfg.num_layers, 1, cfg.num_kv_heads, width, cfg.head_dim, jnp.bfloat16)
+            batch = pack(grid, jnp.asarray([width], jnp.int32), jnp.zeros(1, jnp.int32), width)
+            hidden = target.forward(pair.params["target"], cfg, batch, cache).hidden
+            logits = np.asarray(target.unembed(pair.params["target"], hidden))[len(prompt) - 1 : -1]
+            gap = logits.max(-1) - logits[np.arange(30), out.token_ids]
+            assert gap.max() < 0.25
