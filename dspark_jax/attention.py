@@ -52,6 +52,11 @@ def attend(
     folded = q.reshape(rows, width, kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
     folded = (folded * jnp.asarray(head_dim**-0.5, q.dtype)).reshape(rows, kv_heads, group * width, head_dim)
     k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
+    # A drafted token whose values overflow must not reach the slots before it, where its weight is zero (0 * inf is NaN);
+    # the slots that do see it are spoilt through its key instead, and are reported if they decide.
+    broken = ~jnp.all(jnp.isfinite(v), axis=-1, keepdims=True)
+    k = jnp.where(broken, jnp.full((), jnp.nan, k.dtype), k)
+    v = jnp.where(broken, jnp.zeros((), v.dtype), v)
     slot = jnp.arange(width, dtype=jnp.int32)
     if window is not None:
         distance = jnp.abs(slot[:, None] - slot[None, :])

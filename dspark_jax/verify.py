@@ -11,7 +11,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from dspark_jax.sampling import draw
+from dspark_jax.sampling import draw, is_finite_row
 
 
 class AcceptResult(flax.struct.PyTreeNode):
@@ -52,7 +52,7 @@ def accept(
     "Refused", "all accepted" and "nothing scheduled" are one rule: q counts as zero behind the last scheduled slot.
 
     Args:
-      tokens: int32 ``[B, n]``, drawn from log_q: float32 ``[B, n, V]``; log_p: float32 ``[B, n + 1, V]``.
+      tokens: int32 ``[B, n]``, drawn from log_q: float32 ``[B, n, V]``, the same numbers; log_p: float32 ``[B, n + 1, V]``.
       p_finite: bool ``[B, n + 1]``; scheduled: int32 ``[B]`` in [0, n]; uniform: float32 ``[B, n]``.
       residual_noise: accepted ``[B]`` -> Gumbel noise ``[B, V]`` of the position that the next token takes.
     """
@@ -61,9 +61,9 @@ def accept(
     considered = slot < scheduled[:, None]
     picked_q = jnp.exp(jnp.take_along_axis(log_q, tokens[..., None], axis=2)[..., 0])
     picked_p = jnp.exp(jnp.take_along_axis(log_p[:, :slots], tokens[..., None], axis=2)[..., 0])
-    # A token with q(x) = 0 was not drawn from q: its row was unusable. Taking it whenever p allows would bias the output,
-    # so it is refused, and with q as zero the next token comes from p.
-    usable = picked_q > 0
+    # A token of a non-finite row, or of q(x) = 0, was not drawn from q. Taking it whenever p allows would bias the output,
+    # so it is refused, and with q as zero the next token comes from p (PITFALLS L08).
+    usable = is_finite_row(log_q) & (picked_q > 0)
     take = considered & usable & (uniform * picked_q < picked_p) & p_finite[:, :slots]
     accepted = jnp.cumprod(take.astype(jnp.int32), axis=1).sum(axis=1, dtype=jnp.int32)
     at = accepted[:, None, None]
@@ -82,6 +82,8 @@ def accept(
 
 def accept_greedy(tokens: jax.Array, best: jax.Array, p_finite: jax.Array, scheduled: jax.Array) -> AcceptResult:
     """``accept`` where every p and q is one-hot, without the distributions.
+
+    A draft from an unusable q row is no danger here: it is kept only if it is the target's own choice.
 
     Args:
       best: int32 ``[B, n + 1]``, the target's largest logit (lowest id on a tie); the rest as in ``accept``.
