@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from dspark_jax import draft, heads, target
 from dspark_jax.cache import KVCache, TokenBatch, pack, to_grid, write
 from dspark_jax.params import Params
-from dspark_jax.sampling import Purpose, draw, gumbel, is_finite_row, log_probs, uniforms
+from dspark_jax.sampling import Purpose, best_token, draw, gumbel, is_finite_row, log_probs, uniforms
 from dspark_jax.schedule import Policy, RoundView, check_policy
 from dspark_jax.state import ERROR, LENGTH, RUNNING, STOP, DecodeState, ModelConfig
 from dspark_jax.verify import AcceptResult, accept, accept_greedy
@@ -51,7 +51,7 @@ def propose(model: ModelConfig, params: Params, state: DecodeState, slots: int, 
             return draw(log_q, noise), log_q
 
         def best() -> tuple[jax.Array, jax.Array]:
-            return jnp.argmax(logits, axis=-1).astype(jnp.int32), jnp.zeros_like(logits)
+            return best_token(logits), jnp.zeros_like(logits)
 
         return jax.lax.cond(greedy, best, sampled)
 
@@ -154,7 +154,7 @@ def judge(
     key = state.sampling.key
 
     def best() -> AcceptResult:
-        choice = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        choice = best_token(logits)
         return accept_greedy(tokens, choice, is_finite_row(logits), scheduled)
 
     def sampled() -> AcceptResult:

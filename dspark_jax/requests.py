@@ -83,13 +83,17 @@ class Plan:
         vocab = pair.model.target.vocab_size
         if isinstance(prompts, str) or not isinstance(prompts, Sequence):
             raise RequestError(f"prompts must be a list of prompts, got {type(prompts).__name__}")
-        _whole("max_new_tokens", max_new_tokens, 0)
+        max_new_tokens = _whole("max_new_tokens", max_new_tokens, 0)
         if isinstance(sampling, SamplingParams) or sampling is None:
             sampling = [sampling or SamplingParams()] * len(prompts)
+        if not isinstance(sampling, Sequence):
+            raise RequestError(f"sampling must be one SamplingParams or a list of them, got {type(sampling).__name__}")
         if len(sampling) != len(prompts) or not all(isinstance(s, SamplingParams) for s in sampling):
             raise RequestError(
                 f"sampling must be one SamplingParams or one per prompt: {len(prompts)} prompts, {len(sampling)} given"
             )
+        if not isinstance(stop_token_ids, Sequence | np.ndarray | None):
+            raise RequestError(f"stop_token_ids must be a list of token ids or None, got {type(stop_token_ids).__name__}")
         stops = pair.model.target.eos_token_ids if stop_token_ids is None else tuple(stop_token_ids)
         _check_ids("stop_token_ids", stops, vocab)
         if scheduler is None:
@@ -97,10 +101,10 @@ class Plan:
         slots = check_policy(scheduler, pair.model.draft)
         ids = [_encode(pair, prompt, i) for i, prompt in enumerate(prompts)]
         size = batch_size if batch_size is not None else max(1, min(len(ids), MAX_BATCH))
-        _whole("batch_size", size, 1)
+        size = _whole("batch_size", size, 1)
         longest = max((len(p) for p in ids), default=1)
         chunk = chunk_for(longest) if chunk is None else chunk
-        _whole("prefill_chunk", chunk, 1)
+        chunk = _whole("prefill_chunk", chunk, 1)
         return Plan(pair, ids, list(sampling), scheduler, slots, max_new_tokens, tuple(stops), size, chunk)
 
     def groups(self) -> Iterator[Group]:
@@ -180,9 +184,11 @@ def acceptance_by_position(verified: np.ndarray, accepted: np.ndarray, slots: in
     return tuple(a / c if c else float("nan") for a, c in zip(kept, checked, strict=True))
 
 
-def _whole(name: str, value: Any, least: int) -> None:
+def _whole(name: str, value: Any, least: int) -> int:
+    """``value`` as a Python integer: a narrow NumPy one would wrap where it is added to."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
         raise RequestError(f"{name}={value!r} must be an integer of at least {least}")
+    return int(value)
 
 
 def _check_ids(name: str, ids: Sequence[Any], vocab: int) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import math
 import secrets
 from collections.abc import Callable, Sequence
 
@@ -21,6 +20,7 @@ import numpy as np
 from dspark_jax.errors import RequestError
 
 GREEDY_BELOW = 1e-5
+MAX_TEMPERATURE = 1e30  # every token is equally likely long before; float32 could not hold much more
 
 
 class Purpose(enum.IntEnum):
@@ -36,7 +36,7 @@ class SamplingParams:
     """How one request samples.
 
     Attributes:
-      temperature: 0 is greedy (so is anything below 1e-5); None means 1.
+      temperature: 0 is greedy (so is anything below 1e-5); None means 1; at most 1e30.
       top_k: keep the k most likely tokens and what ties with the last of them; 0: all; 1 is greedy.
       top_p: then keep the most likely tokens whose mass reaches ``top_p``; 1: all.
       min_p: then keep tokens at least ``min_p`` times as likely as the most likely one; 0: all.
@@ -54,8 +54,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         t = 1.0 if self.temperature is None else self.temperature
-        if not _is_number(t) or not math.isfinite(t) or t < 0:
-            raise RequestError(f"temperature={self.temperature!r} must be a finite number of at least 0")
+        if not _is_number(t) or not 0 <= t <= MAX_TEMPERATURE:
+            raise RequestError(f"temperature={self.temperature!r} must be a number in [0, {MAX_TEMPERATURE:g}]")
         object.__setattr__(self, "temperature", float(t))
         if isinstance(self.top_k, bool) or not isinstance(self.top_k, int | np.integer) or not 0 <= self.top_k < 2**31:
             raise RequestError(f"top_k={self.top_k!r} must be an integer of at least 0 (0: off)")
@@ -114,7 +114,7 @@ def is_finite_row(logits: jax.Array) -> jax.Array:
 def best_token(logits: jax.Array) -> jax.Array:
     """The lowest id of the largest entries of ``logits [..., V]``, int32 ``[...]``; in range even for a row of NaN.
 
-    A maximum and a search for it: on XLA:CPU three times faster than ``jnp.argmax``, which does not vectorise.
+    A maximum and a search for it, which XLA:CPU runs faster than ``jnp.argmax``.
     """
     vocab = logits.shape[-1]
     ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)

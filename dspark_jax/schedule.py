@@ -12,6 +12,7 @@ from typing import ClassVar, Protocol
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dspark_jax.config import DraftConfig
 from dspark_jax.errors import RequestError
@@ -56,7 +57,8 @@ class FixedLength(flax.struct.PyTreeNode):
     needs_confidence: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if self.length is not None and (isinstance(self.length, bool) or int(self.length) != self.length or self.length < 1):
+        whole = isinstance(self.length, int | np.integer) and not isinstance(self.length, bool)
+        if self.length is not None and (not whole or self.length < 1):
             raise RequestError(f"FixedLength: length={self.length!r} must be None or an integer of at least 1")
 
     def slots(self, block_size: int) -> int:
@@ -81,10 +83,14 @@ class Threshold(flax.struct.PyTreeNode):
     needs_confidence: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.value, (int, float)) and not 0 <= self.value <= 1:
+        if isinstance(self.value, int | float | np.number) and not 0 <= self.value <= 1:
             raise RequestError(f"Threshold: value={self.value!r} must lie in [0, 1]")
 
     def slots(self, block_size: int) -> int:
+        # Checked here and not at construction: JAX also builds policies around placeholders.
+        number = isinstance(self.value, int | float | np.number) and not isinstance(self.value, bool)
+        if not number and (not isinstance(self.value, jax.Array) or self.value.shape != ()):
+            raise RequestError(f"Threshold: value={self.value!r} must be a number in [0, 1]")
         return block_size
 
     def token_sizes(self, rows: int, slots: int) -> tuple[int, ...]:
@@ -127,6 +133,8 @@ def check_policy(policy: Policy, draft: DraftConfig | None) -> int:
     Raises:
       RequestError: no draft, no confidence head where one is needed, or a length beyond the block.
     """
+    if isinstance(policy, type) or not all(hasattr(policy, name) for name in ("drafts", "slots", "token_sizes", "lengths")):
+        raise RequestError(f"scheduler={policy!r} is not a policy; legal: FixedLength(), Threshold(value), Autoregressive()")
     if not policy.drafts:
         return 0
     if draft is None:

@@ -154,6 +154,16 @@ def test_stop_tokens_and_limits_cut_inside_a_round():
     assert none.token_ids == [] and none.stats.rounds == 0
 
 
+def test_narrow_numpy_numbers_do_not_wrap():
+    """np.int8(126) + 3 prompt tokens would be a negative limit, and a loop without an end."""
+    pair = toy_pair()
+    prompt = np.asarray([1, 2, 3], np.uint8)
+    (out,) = generate(pair, [prompt], max_new_tokens=np.int8(126))
+    assert len(out.token_ids) == 126
+    (out,) = generate(pair, [prompt], max_new_tokens=np.int32(2**31 - 1))
+    assert len(out.token_ids) == 512 - 3 and out.finish_reason == "length"
+
+
 def test_the_context_ends_a_request_exactly():
     """K16: max length 32, prompt 28, block 7: four new tokens, reason length, no write past the end."""
     cfg = target_config(max_positions=32)
@@ -259,6 +269,17 @@ def test_streamed_ids_are_the_answer():
         (dict(sampling=[SamplingParams()] * 2), "1 prompts, 2 given"),
         (dict(scheduler=FixedLength(5)), "block_size=4"),
         (dict(batch_size=0), "batch_size=0"),
+        (dict(scheduler="fixed"), "scheduler='fixed'"),
+        (dict(scheduler=FixedLength), "is not a policy"),
+        (dict(scheduler=Threshold("0.5")), "value='0.5'"),
+        (dict(scheduler=Threshold(None)), "value=None"),
+        (dict(scheduler=Threshold(True)), "value=True"),
+        (dict(scheduler=Threshold(np.ones(3))), "must be a number"),
+        (dict(sampling=0.5), "got float"),
+        (dict(sampling=[0.5]), "SamplingParams"),
+        (dict(stop_token_ids=5), "got int"),
+        (dict(prompts=[1, 2]), "prompts[0] must be text"),
+        (dict(prompts=[[[1, 2]]]), "token ids are integers"),
         (dict(prefill_chunk=0), "prefill_chunk=0"),
     ],
 )
@@ -277,10 +298,10 @@ def test_policies_that_need_what_a_draft_lacks_are_refused():
     alone = dataclasses.replace(pair, model=dataclasses.replace(pair.model, draft=None))
     with pytest.raises(RequestError, match="needs a draft"):
         generate(alone, [[1]], scheduler=FixedLength(), max_new_tokens=3)
-    for bad in (0, -1, True, 1.5):
+    for bad in (0, -1, True, 1.5, 2.0, "a", float("nan")):
         with pytest.raises(RequestError, match="length"):
             FixedLength(bad)
-    for bad in (-0.1, 1.1):
+    for bad in (-0.1, 1.1, float("nan"), np.float32(2)):
         with pytest.raises(RequestError, match="value"):
             Threshold(bad)
 
