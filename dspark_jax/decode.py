@@ -181,7 +181,9 @@ def commit(state: DecodeState, proposal: heads.Proposal | None, scheduled: jax.A
         run = jnp.where(slot < result.accepted[:, None], drafts, run)
     live = state.decoding
     before = state.length
-    state = _append(state, run, jnp.where(live, result.accepted + 1, 0), live & ~result.ok)
+    # Where the deciding row of the target is unusable, the drafts before it stand and no token of its own follows.
+    own = result.ok.astype(jnp.int32)
+    state = _append(state, run, jnp.where(live, result.accepted + own, 0), live & ~result.ok)
     log, at = state.log, jnp.where(live, state.log.rounds, state.tokens.shape[1])
     row = jnp.arange(rows, dtype=jnp.int32)
     committed = state.length - before
@@ -197,10 +199,11 @@ def commit(state: DecodeState, proposal: heads.Proposal | None, scheduled: jax.A
 
 
 def _append(state: DecodeState, run: jax.Array, count: jax.Array, failed: jax.Array) -> DecodeState:
-    """Commit the first ``count [B]`` tokens of ``run [B, R]``, cut at a stop token or the limit; a failed row gets none."""
+    """Commit the first ``count [B]`` tokens of ``run [B, R]``, cut at a stop token or the limit; a failed row then ends
+    with an error, unless it stopped before."""
     slot = jnp.arange(run.shape[1], dtype=jnp.int32)[None, :]
     room = state.limit - state.length
-    count = jnp.where(failed, 0, jnp.minimum(count, room))
+    count = jnp.minimum(count, room)
     stops = state.is_stop[run] & (slot < count[:, None])
     stopped = jnp.any(stops, axis=1)
     count = jnp.where(stopped, jnp.argmax(stops, axis=1).astype(jnp.int32) + 1, count)
@@ -209,11 +212,11 @@ def _append(state: DecodeState, run: jax.Array, count: jax.Array, failed: jax.Ar
     row = jnp.arange(run.shape[0], dtype=jnp.int32)[:, None]
     length = state.length + count
     status = jnp.where((count > 0) & (length >= state.limit), LENGTH, state.status)
-    status = jnp.where(stopped, STOP, status)
+    status = jnp.where(stopped, STOP, jnp.where(failed, ERROR, status))
     return state.replace(
         tokens=state.tokens.at[row, at].set(run, mode="drop"),
         length=length,
-        status=jnp.where(failed, ERROR, status).astype(jnp.int32),
+        status=status.astype(jnp.int32),
     )
 
 
@@ -239,7 +242,7 @@ def prefill_step(model: ModelConfig, params: Params, state: DecodeState, chunk: 
         nobody = jnp.zeros_like(counts)
         state = state.replace(length=jnp.where(finished, state.prompt_length, state.length))
         result = judge(state, None, nobody, target.unembed(params["target"], hidden), greedy)
-        return _append(state, result.next_token[:, None], finished.astype(jnp.int32), finished & ~result.ok)
+        return _append(state, result.next_token[:, None], (finished & result.ok).astype(jnp.int32), finished & ~result.ok)
 
     greedy = jnp.all((state.sampling.temperature == 0) | ~finished)
     state = state.replace(length=state.length + jnp.where(finished, 0, counts))

@@ -107,7 +107,7 @@ def _deltas(plan: Plan, rounds_per_update: int) -> Iterator[Delta]:
                 text = ""
                 if index in decoders:
                     visible = new[:-1] if status[row] == STOP else new
-                    text = decoders[index].push(visible)
+                    text = decoders[index].push(pair.tokenizer.known(visible) if pair.tokenizer else visible)
                     text += decoders[index].finish() if row in ended else ""
                 if new or row in ended:
                     yield Delta(index, new, text, outputs.get(index))

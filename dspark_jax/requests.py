@@ -161,7 +161,8 @@ class Group:
             checked, kept, added = (x[row, :count] for x in (verified, accepted, committed))
             text = None
             if plan.pair.tokenizer is not None:
-                text = plan.pair.tokenizer.decode(ids[:-1] if status[row] == STOP else ids)
+                visible = ids[:-1] if status[row] == STOP else ids
+                text = plan.pair.tokenizer.decode(plan.pair.tokenizer.known(visible))
             stats = Stats(
                 prompt_tokens=start,
                 new_tokens=len(ids),

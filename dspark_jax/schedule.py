@@ -85,6 +85,8 @@ class Threshold(flax.struct.PyTreeNode):
     def __post_init__(self) -> None:
         if isinstance(self.value, int | float | np.number) and not 0 <= self.value <= 1:
             raise RequestError(f"Threshold: value={self.value!r} must lie in [0, 1]")
+        if isinstance(self.value, int | np.number) and not isinstance(self.value, bool):
+            object.__setattr__(self, "value", float(self.value))  # another type would be another program
 
     def slots(self, block_size: int) -> int:
         # Checked here and not at construction: JAX also builds policies around placeholders.

@@ -121,6 +121,11 @@ class Tokenizer:
             self.token(token_id)
         return str(self._backend.decode(ids, skip_special_tokens=skip_special_tokens))
 
+    def known(self, ids: Sequence[int]) -> list[int]:
+        """Those of ``ids`` that have an entry: a model's vocabulary may be padded beyond its tokenizer's, and a padding id
+        can be sampled; it has no text."""
+        return [i for i in ids if self._backend.id_to_token(i) is not None]
+
     def token(self, token_id: int) -> str:
         """The vocabulary's entry for ``token_id``.
 

@@ -328,3 +328,42 @@ def test_bfloat16_differs_from_float32_only_at_near_ties(fixtures_dir):
             logits = np.asarray(target.unembed(pair.params["target"], hidden))[len(prompt) - 1 : -1]
             gap = logits.max(-1) - logits[np.arange(30), out.token_ids]
             assert gap.max() < 0.25
+
+
+def test_drafts_before_an_unusable_row_stand():
+    """A stop token among the accepted drafts ends a row before the target's unusable row behind it could."""
+    from dspark_jax.decode import commit
+    from dspark_jax.heads import Proposal
+    from dspark_jax.state import ERROR, LENGTH, RUNNING, STOP
+    from dspark_jax.verify import AcceptResult
+
+    pair = toy_pair()
+    sampling = SamplingState.from_params([SamplingParams()] * 3)
+    state = new_state(pair.model, [[1, 2]] * 3, sampling, [9, 9, 9], [5], 16, jnp.float32)
+    state = state.replace(length=jnp.full(3, 3, jnp.int32), tokens=state.tokens.at[:, 2].set(7))
+    drafts = jnp.asarray([[5, 8, 9], [8, 9, 9], [8, 9, 5]], jnp.int32)
+    proposal = Proposal(drafts, jnp.zeros((3, 3, 37)), None)
+    full = jnp.full(3, 3, jnp.int32)
+    result = AcceptResult(jnp.asarray([2, 2, 0], jnp.int32), full, jnp.asarray([False, False, True]), jnp.zeros(3, bool))
+    after = commit(state, proposal, full, result)
+    np.testing.assert_array_equal(after.status, [STOP, ERROR, RUNNING])
+    np.testing.assert_array_equal(after.length, [4, 5, 4])
+    np.testing.assert_array_equal(after.tokens[:, :6], [[1, 2, 7, 5, 0, 0], [1, 2, 7, 8, 9, 0], [1, 2, 7, 3, 0, 0]])
+    np.testing.assert_array_equal(after.log.committed[:, 0], [1, 2, 1])
+    assert LENGTH not in np.asarray(after.status)
+
+
+def test_ids_beyond_the_tokenizer_have_no_text():
+    """A padded vocabulary: sampling a padding id must not lose the answers of the whole batch."""
+    from tokenizers import Tokenizer as Backend
+    from tokenizers.models import WordLevel
+
+    from dspark_jax.text import Tokenizer
+
+    backend = Backend(WordLevel({str(i): i for i in range(20)}, unk_token="0"))
+    pair = dataclasses.replace(toy_pair(), tokenizer=Tokenizer(backend, source="toy"))
+    params = SamplingParams(temperature=2.0, seed=3)
+    (out,) = generate(pair, [[1, 2]], params, max_new_tokens=30)
+    assert max(out.token_ids) >= 20 and out.text is not None
+    assert out.text.split() == [str(i) for i in out.token_ids if i < 20]
+    assert "".join(d.text for d in stream(pair, [[1, 2]], params, max_new_tokens=30)) == out.text
