@@ -14,6 +14,10 @@ ROOT = Path(__file__).resolve().parent.parent
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_debug_key_reuse", True)
+# Commands run in this process would otherwise turn on the user's cache of compiled programs for all tests behind them: a
+# directory that is already set is left alone, and the cache itself stays off.
+jax.config.update("jax_compilation_cache_dir", str(ROOT / ".pytest_cache" / "jax"))
+jax.config.update("jax_enable_compilation_cache", False)
 
 
 @pytest.fixture(scope="session")
