@@ -7,6 +7,7 @@ what is legal.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -117,12 +118,18 @@ def rope_from_hf(cfg: Mapping[str, Any], source: str, max_positions: int) -> Rop
         value = _get(cfg, key, source, dict, {})
         if any(isinstance(v, dict) for v in value.values()):
             raise ConfigError(f"{source}: {key} holds one setting per layer type, which Llama and Qwen3 models do not use")
-        nested |= value
+        for name, setting in value.items():
+            name = "rope_type" if name == "type" else name
+            if nested.get(name, setting) != setting:
+                raise ConfigError(
+                    f"{source}: {key}.{name}={setting!r} contradicts {nested[name]!r} elsewhere in the rope settings"
+                )
+            nested[name] = setting
     theta = nested.get("rope_theta", cfg.get("rope_theta"))
     theta = 10000.0 if theta is None else theta
-    if isinstance(theta, bool) or not isinstance(theta, (int, float)) or not theta > 0:
+    if isinstance(theta, bool) or not isinstance(theta, (int, float)) or not 0 < theta < math.inf:
         raise ConfigError(f"{source}: rope_theta={theta!r} must be a positive number")
-    kind = nested.get("rope_type", nested.get("type", "default"))
+    kind = nested.get("rope_type", "default")
     if kind not in ROPE_TYPES:
         raise ConfigError(f"{source}: rope type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
     partial = nested.get("partial_rotary_factor", cfg.get("partial_rotary_factor", 1.0))
@@ -131,8 +138,8 @@ def rope_from_hf(cfg: Mapping[str, Any], source: str, max_positions: int) -> Rop
     if kind == "default":
         return RopeConfig(theta=float(theta))
     factor = _get(nested, "factor", f"{source}: rope ({kind})", (int, float))
-    if factor < 1:
-        raise ConfigError(f"{source}: rope factor={factor!r} must be at least 1")
+    if not 1 <= factor < math.inf:
+        raise ConfigError(f"{source}: rope factor={factor!r} must be a finite number of at least 1")
     rope = RopeConfig(theta=float(theta), type=kind, factor=float(factor))
     if kind == "linear":
         return rope
