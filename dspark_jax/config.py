@@ -120,7 +120,7 @@ def rope_from_hf(cfg: Mapping[str, Any], source: str, max_positions: int) -> Rop
             raise ConfigError(f"{source}: {key} holds one setting per layer type, which Llama and Qwen3 models do not use")
         for name, setting in value.items():
             name = "rope_type" if name == "type" else name
-            if nested.get(name, setting) != setting:
+            if name in nested and nested[name] != setting:
                 raise ConfigError(
                     f"{source}: {key}.{name}={setting!r} contradicts {nested[name]!r} elsewhere in the rope settings"
                 )
