@@ -29,7 +29,8 @@ class Stats:
       rounds: passes of the target after the prefill. drafts_verified, drafts_accepted: summed over rounds.
       accepted_length: committed tokens per round, the target's own included; nan without a round.
       acceptance_by_position: share of rounds whose slot k was accepted, among those that checked slot k.
-      degenerate_rounds: rounds in which a draft distribution was unusable (not finite) and the target decided alone.
+      degenerate_rounds: sampled rounds in which a draft distribution was unusable, or left nothing to draw a replacement
+        from, and the target decided alone; batches that are greedy throughout compare ids and do not count them.
     """
 
     prompt_tokens: int
