@@ -195,6 +195,8 @@ def commit(state: DecodeState, proposal: heads.Proposal | None, scheduled: jax.A
         committed=log.committed.at[row, at].set(committed, mode="drop"),
         degenerate=log.degenerate + (live & result.degenerate).astype(jnp.int32),
     )
+    if log.confidence is not None and proposal is not None and proposal.confidence is not None:
+        log = log.replace(confidence=log.confidence.at[row, at].set(proposal.confidence, mode="drop"))
     return state.replace(log=log)
 
 

@@ -1,6 +1,6 @@
 """The decode state: one frozen pytree, allocated once at full capacity and only replaced (STYLE: one clock).
 
-Axes: B rows (requests), S capacity in tokens, V vocabulary.
+Axes: B rows (requests), S capacity in tokens, n slots drafted, V vocabulary.
 """
 
 from __future__ import annotations
@@ -37,13 +37,16 @@ class ModelConfig:
 
 class RoundLog(flax.struct.PyTreeNode):
     """What happened in every round. rounds: int32 ``[B]``; verified, accepted, committed: int32 ``[B, S]``, one entry a
-    round (drafts checked, drafts accepted, tokens committed); degenerate: int32 ``[B]``, rounds with an unusable draft row."""
+    round (drafts checked, drafts accepted, tokens committed); degenerate: int32 ``[B]``, rounds with an unusable draft row;
+    confidence: float32 ``[B, S, n]``, the confidence head's logits of every round and slot, or None: not recorded (see
+    ``record_confidence``)."""
 
     rounds: jax.Array
     verified: jax.Array
     accepted: jax.Array
     committed: jax.Array
     degenerate: jax.Array
+    confidence: jax.Array | None = None
 
 
 class DecodeState(flax.struct.PyTreeNode):
@@ -132,3 +135,12 @@ def new_state(
         draft_cache=None if d is None else empty_cache(d.num_layers, rows, d.num_kv_heads, capacity, d.head_dim, dtype),
         log=RoundLog(jnp.zeros(rows, jnp.int32), counters(), counters(), counters(), jnp.zeros(rows, jnp.int32)),
     )
+
+
+def record_confidence(state: DecodeState, slots: int) -> DecodeState:
+    """``state`` with a log that keeps the confidence logits of every round from here on; ``slots``: those of the policy.
+
+    Without this the log has no such array and the decode loop no trace of it.
+    """
+    rows, capacity = state.tokens.shape
+    return state.replace(log=state.log.replace(confidence=jnp.zeros((rows, capacity, slots), jnp.float32)))
