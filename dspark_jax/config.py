@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+import operator
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from dspark_jax.errors import ConfigError
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+DRAFT_MODEL_TYPE, DRAFT_ARCHITECTURE = "qwen3", "Qwen3DSparkModel"
 HEAD_TYPES = ("vanilla", "gated", "rnn")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+MAX_WINDOW_LAYERS = 28  # what transformers' Qwen3Config assumes, and writes into every config.json
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,16 +90,29 @@ class DraftConfig:
 _MISSING = object()
 
 
+def _whole(value: Any) -> int | None:
+    """``value`` as a Python integer, whatever integer type it has; None for anything else, booleans included."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
 def _get(cfg: Mapping[str, Any], key: str, source: str, kind: type | tuple[type, ...], default: Any = _MISSING) -> Any:
     value = cfg.get(key, _MISSING)
     if value is _MISSING or (value is None and default is not _MISSING):
         if default is _MISSING:
             raise ConfigError(f"{source}: key {key!r} is missing")
         return default
-    if isinstance(value, bool) and bool not in (kind if isinstance(kind, tuple) else (kind,)):
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    if isinstance(value, bool) and bool not in kinds:
         raise ConfigError(f"{source}: {key}={value!r} is not a number")
-    if not isinstance(value, kind):
-        names = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
+    if int in kinds and (whole := _whole(value)) is not None:
+        return whole
+    if not isinstance(value, kinds):
+        names = " or ".join(k.__name__ for k in kinds)
         raise ConfigError(f"{source}: {key}={value!r} must be {names}")
     return value
 
@@ -126,7 +142,7 @@ def rope_from_hf(cfg: Mapping[str, Any], source: str, max_positions: int) -> Rop
                 )
             nested[name] = setting
     theta = nested.get("rope_theta", cfg.get("rope_theta"))
-    theta = 10000.0 if theta is None else theta
+    theta = 10000.0 if theta is None else theta if (whole := _whole(theta)) is None else whole
     if isinstance(theta, bool) or not isinstance(theta, (int, float)) or not 0 < theta < math.inf:
         raise ConfigError(f"{source}: rope_theta={theta!r} must be a positive number")
     kind = nested.get("rope_type", "default")
@@ -136,6 +152,11 @@ def rope_from_hf(cfg: Mapping[str, Any], source: str, max_positions: int) -> Rop
     if partial not in (None, 1, 1.0):
         raise ConfigError(f"{source}: partial_rotary_factor={partial!r} is not supported; only 1.0 is")
     if kind == "default":
+        if nested.get("factor") not in (None, 1):
+            raise ConfigError(
+                f"{source}: rope factor={nested['factor']!r} contradicts rope type 'default', which does not scale; name the"
+                f" type: {', '.join(ROPE_TYPES[1:])}"
+            )
         return RopeConfig(theta=float(theta))
     factor = _get(nested, "factor", f"{source}: rope ({kind})", (int, float))
     if not 1 <= factor < math.inf:
@@ -144,12 +165,15 @@ def rope_from_hf(cfg: Mapping[str, Any], source: str, max_positions: int) -> Rop
     if kind == "linear":
         return rope
     where = f"{source}: rope ({kind})"
-    original = _positive(nested, "original_max_position_embeddings", where, max_positions)
+    key = "original_max_position_embeddings"  # transformers prefers one beside the rope settings
+    original = _positive(nested, key, where, _positive(cfg, key, source, max_positions))
+    if cfg.get(key) not in (None, original):
+        raise ConfigError(f"{source}: {key}={cfg[key]!r} contradicts {original} in the rope settings")
     if kind == "llama3":
         low = float(_get(nested, "low_freq_factor", where, (int, float)))
         high = float(_get(nested, "high_freq_factor", where, (int, float)))
-        if not low < high:
-            raise ConfigError(f"{where}: low_freq_factor={low} must be below high_freq_factor={high}")
+        if not 0 < low < high < math.inf:
+            raise ConfigError(f"{where}: low_freq_factor={low} must be above 0 and below high_freq_factor={high}, both finite")
         return dataclasses.replace(rope, original_max_positions=original, low_freq_factor=low, high_freq_factor=high)
     for key in ("mscale", "mscale_all_dim"):
         if nested.get(key) is not None:
@@ -157,23 +181,53 @@ def rope_from_hf(cfg: Mapping[str, Any], source: str, max_positions: int) -> Rop
     if nested.get("truncate", True) is not True:
         raise ConfigError(f"{where}: truncate={nested['truncate']!r} is not supported; only true is")
     attention = _get(nested, "attention_factor", where, (int, float), None)
+    if attention is not None and not 0 < attention < math.inf:
+        raise ConfigError(f"{where}: attention_factor={attention!r} must be a positive, finite number")
+    fast = float(_get(nested, "beta_fast", where, (int, float), 32.0))
+    slow = float(_get(nested, "beta_slow", where, (int, float), 1.0))
+    if not 0 < slow < fast < math.inf:
+        raise ConfigError(f"{where}: beta_fast={fast} must be finite and above beta_slow={slow}, which must be above 0")
     return dataclasses.replace(
         rope,
         original_max_positions=original,
-        beta_fast=float(_get(nested, "beta_fast", where, (int, float), 32.0)),
-        beta_slow=float(_get(nested, "beta_slow", where, (int, float), 1.0)),
+        beta_fast=fast,
+        beta_slow=slow,
         attention_factor=None if attention is None else float(attention),
     )
 
 
+def _check_yarn(rope: RopeConfig, head_dim: int, source: str) -> None:
+    """Refuse a ramp from unscaled to scaled frequencies that has no room between the first and the last of them."""
+    if rope.theta <= 1:
+        raise ConfigError(f"{source}: rope (yarn): rope_theta={rope.theta} must be above 1")
+
+    def dimension(rotations: float) -> float:
+        return head_dim * math.log(rope.original_max_positions / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = max(math.floor(dimension(rope.beta_fast)), 0), min(math.ceil(dimension(rope.beta_slow)), head_dim - 1)
+    if low >= min(high, head_dim // 2):
+        raise ConfigError(
+            f"{source}: rope (yarn): beta_fast={rope.beta_fast} and beta_slow={rope.beta_slow} put the ramp at [{low}, {high}]"
+            f" of {head_dim // 2} frequencies (rope_theta={rope.theta}, original_max_position_embeddings="
+            f"{rope.original_max_positions}); its start must lie below its end and below the last frequency"
+        )
+
+
 def _windows(cfg: Mapping[str, Any], source: str, num_layers: int) -> tuple[int, ...]:
-    """Per-layer window widths from ``layer_types``, or from ``use_sliding_window`` and ``max_window_layers``."""
+    """Per-layer window widths. ``layer_types`` decides where it is given, as in transformers; otherwise
+    ``use_sliding_window`` switches windows on for the layers from ``max_window_layers`` on. What contradicts is refused."""
+    on = _get(cfg, "use_sliding_window", source, bool, None)
     width = _get(cfg, "sliding_window", source, int, 0)
+    first = _get(cfg, "max_window_layers", source, int, MAX_WINDOW_LAYERS)
+    for key, value in (("sliding_window", width), ("max_window_layers", first)):
+        if value < 0:
+            raise ConfigError(f"{source}: {key}={value} must be at least 0")
+    if on and width < 1:
+        raise ConfigError(f"{source}: use_sliding_window=true needs sliding_window >= 1, got {cfg.get('sliding_window')!r}")
+    split = ["sliding_attention" if on and i >= first else "full_attention" for i in range(num_layers)]
     types = _get(cfg, "layer_types", source, (list, tuple), None)
     if types is None:
-        sliding = bool(cfg.get("use_sliding_window", False)) and width > 0
-        first = _get(cfg, "max_window_layers", source, int, 0)
-        types = ["sliding_attention" if sliding and i >= first else "full_attention" for i in range(num_layers)]
+        return tuple(width if kind == "sliding_attention" else 0 for kind in split)
     if len(types) != num_layers:
         raise ConfigError(f"{source}: layer_types has {len(types)} entries, the model has {num_layers} layers")
     for kind in types:
@@ -181,7 +235,107 @@ def _windows(cfg: Mapping[str, Any], source: str, num_layers: int) -> tuple[int,
             raise ConfigError(f"{source}: layer type {kind!r} is unknown; legal: full_attention, sliding_attention")
         if kind == "sliding_attention" and width < 1:
             raise ConfigError(f"{source}: a sliding layer needs sliding_window >= 1, got {cfg.get('sliding_window')!r}")
+    slides = "sliding_attention" in types
+    if on is False and slides:
+        raise ConfigError(
+            f"{source}: use_sliding_window=false contradicts layer_types={list(types)!r}; use_sliding_window must be true"
+        )
+    # A split at or beyond the last layer, and transformers' own default, stand in files whose layer_types say otherwise.
+    stated = first < num_layers and first != MAX_WINDOW_LAYERS
+    if on and list(types) != split and (stated or not slides):
+        raise ConfigError(
+            f"{source}: layer_types={list(types)!r} contradicts use_sliding_window=true with max_window_layers={first}, by"
+            " which the layers from that one on slide"
+        )
     return tuple(width if kind == "sliding_attention" else 0 for kind in types)
+
+
+def _off(value: Any) -> bool:
+    return value in (None, False, 0)
+
+
+def _one(value: Any) -> bool:
+    return value is None or value == 1
+
+
+# Settings of related families that change what a model computes and leave no trace in its tensors; nothing here reads
+# them, so only the value that changes nothing is legal. The words say which one that is.
+_FOREIGN: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(
+        (
+            "attn_logit_softcapping",
+            "final_logit_softcapping",
+            "attn_temperature_tuning",
+            "attention_chunk_size",
+            "attention_sink_bias",
+            "clip_qkv",
+            "no_rope_layer_interval",
+            "num_experts",
+            "num_kv_shared_layers",
+            "num_local_experts",
+            "parallel_attn",
+            "rope_interleave",
+            "rope_interleaved",
+            "use_parallel_residual",
+            "use_swa",
+        ),
+        (_off, "null, false or 0"),
+    ),
+    **dict.fromkeys(
+        (
+            "attention_in_multiplier",
+            "attention_out_multiplier",
+            "attention_value_scale",
+            "embedding_multiplier",
+            "key_multiplier",
+            "lm_head_multiplier",
+            "logit_scale",
+            "logits_scaling",
+            "output_multiplier",
+            "residual_multiplier",
+            "rotary_pct",
+            "scale_emb",
+        ),
+        (_one, "null or 1"),
+    ),
+    "no_rope_layers": (lambda value: value is None or all(value), "null or all 1"),
+    "mlp_multipliers": (lambda value: value is None or all(x == 1 for x in value), "null or all 1"),
+}
+
+
+def _refuse_foreign(cfg: Mapping[str, Any], source: str, fields: Mapping[str, Any]) -> None:
+    """Refuse settings of other families that change the function; ``fields`` are the decoder's own sizes."""
+    sizes = {
+        "attention_multiplier": fields["head_dim"] ** -0.5,
+        "query_pre_attn_scalar": fields["head_dim"],
+        "v_head_dim": fields["head_dim"],
+        "dim_model_base": fields["hidden_size"],
+        "scale_depth": fields["num_layers"] ** 0.5,
+    }
+    for key, value in cfg.items():
+        if key in _FOREIGN:
+            neutral, words = _FOREIGN[key]
+            try:
+                legal = neutral(value)
+            except TypeError:  # a list where a number belongs, or the other way round
+                legal = False
+        elif key in sizes:
+            words = f"null or {sizes[key]:.9g}"
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            legal = value is None or (number and math.isclose(value, sizes[key], rel_tol=1e-6))
+        else:
+            continue
+        if not legal:
+            raise ConfigError(f"{source}: {key}={value!r} is not supported; only {words} is")
+
+
+def _check_architectures(cfg: Mapping[str, Any], source: str, legal: str) -> None:
+    """Refuse ``architectures`` that does not name the class which ``model_type`` stands for."""
+    names = _get(cfg, "architectures", source, (list, tuple), None)
+    if names and legal not in names:
+        raise ConfigError(
+            f"{source}: architectures={list(names)!r} does not match model_type={cfg.get('model_type')!r}; legal: [{legal!r}]"
+        )
 
 
 def _decoder_fields(cfg: Mapping[str, Any], source: str) -> dict[str, Any]:
@@ -208,6 +362,10 @@ def _decoder_fields(cfg: Mapping[str, Any], source: str) -> dict[str, Any]:
     eps = float(_get(cfg, "rms_norm_eps", source, (int, float)))
     if not 0 < eps < 1:
         raise ConfigError(f"{source}: rms_norm_eps={eps} must lie between 0 and 1")
+    rope = rope_from_hf(cfg, source, max_positions)
+    if rope.type == "yarn":
+        _check_yarn(rope, head_dim, source)
+    _refuse_foreign(cfg, source, {"head_dim": head_dim, "hidden_size": hidden, "num_layers": layers})
     return dict(
         vocab_size=_positive(cfg, "vocab_size", source),
         hidden_size=hidden,
@@ -217,7 +375,7 @@ def _decoder_fields(cfg: Mapping[str, Any], source: str) -> dict[str, Any]:
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         rms_norm_eps=eps,
-        rope=rope_from_hf(cfg, source, max_positions),
+        rope=rope,
         max_positions=max_positions,
         windows=_windows(cfg, source, layers),
     )
@@ -225,10 +383,10 @@ def _decoder_fields(cfg: Mapping[str, Any], source: str) -> dict[str, Any]:
 
 def _token_ids(value: Any, key: str, source: str, vocab: int) -> tuple[int, ...]:
     ids = () if value is None else tuple(value) if isinstance(value, (list, tuple)) else (value,)
-    for i in ids:
-        if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < vocab:
-            raise ConfigError(f"{source}: {key}={value!r} must hold token ids in [0, {vocab})")
-    return ids
+    whole = tuple(i for i in map(_whole, ids) if i is not None and 0 <= i < vocab)
+    if len(whole) != len(ids):
+        raise ConfigError(f"{source}: {key}={value!r} must hold token ids in [0, {vocab})")
+    return whole
 
 
 def target_config_from_hf(cfg: Mapping[str, Any], source: str = "config.json") -> TargetConfig:
@@ -238,8 +396,12 @@ def target_config_from_hf(cfg: Mapping[str, Any], source: str = "config.json") -
       ConfigError: a missing key, an illegal value, an unsupported architecture, rope type or feature.
     """
     kind = cfg.get("model_type")
-    if kind not in ARCHITECTURES:
+    if not isinstance(kind, str) or kind not in ARCHITECTURES:
         raise ConfigError(f"{source}: model_type={kind!r} is not supported; supported: {', '.join(ARCHITECTURES)}")
+    _check_architectures(cfg, source, ARCHITECTURES[kind])
+    for key, causal in (("is_causal", True), ("use_bidirectional_attention", False)):  # a draft's block is not causal
+        if cfg.get(key) not in (None, causal):
+            raise ConfigError(f"{source}: {key}={cfg[key]!r} is not supported in a target; only {str(causal).lower()} is")
     fields = _decoder_fields(cfg, source)
     bos = _token_ids(cfg.get("bos_token_id"), "bos_token_id", source, fields["vocab_size"])
     return TargetConfig(
@@ -264,10 +426,13 @@ _DRAFT_KEYS = (
 )
 
 
+_DRAFT_SECTIONS = ("dspark_config", "dflash_config")
+
+
 def _flatten_draft(cfg: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Drafter keys may stand at the top or under ``dspark_config`` / ``dflash_config``; two different values are an error."""
     flat = dict(cfg)
-    for section in ("dspark_config", "dflash_config"):
+    for section in _DRAFT_SECTIONS:
         for key, value in (_get(cfg, section, source, dict, {})).items():
             if key in _DRAFT_KEYS and flat.get(key, value) != value:
                 raise ConfigError(f"{source}: {key}={flat[key]!r} at the top contradicts {section}.{key}={value!r}")
@@ -282,15 +447,23 @@ def draft_config_from_hf(cfg: Mapping[str, Any], source: str = "config.json") ->
       ConfigError: a missing key, an illegal value, the last target layer as a tap, a mask id outside the vocabulary,
         a confidence head that wants a Markov part which rank 0 does not have.
     """
+    sections = [cfg.get(name) or {} for name in _DRAFT_SECTIONS]
     cfg = _flatten_draft(cfg, source)
+    if cfg.get("model_type") not in (None, DRAFT_MODEL_TYPE):
+        raise ConfigError(
+            f"{source}: model_type={cfg['model_type']!r} is not supported in a draft; supported: {DRAFT_MODEL_TYPE}"
+        )
+    _check_architectures(cfg, source, DRAFT_ARCHITECTURE)
     fields = _decoder_fields(cfg, source)
+    for section in sections:  # a value at the top hides one of the same name in a section
+        _refuse_foreign(section, source, fields)
     vocab = fields["vocab_size"]
     mask = _get(cfg, "mask_token_id", source, int)
     if not 0 <= mask < vocab:
         raise ConfigError(f"{source}: mask_token_id={mask} must lie in [0, vocab_size={vocab})")
     num_target_layers = _positive(cfg, "num_target_layers", source)
     ids = _get(cfg, "target_layer_ids", source, (list, tuple))
-    if not ids or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+    if not ids or any(_whole(i) is None for i in ids):
         raise ConfigError(f"{source}: target_layer_ids={ids!r} must be a non-empty list of integers")
     if list(ids) != sorted(set(ids)):
         raise ConfigError(f"{source}: target_layer_ids={ids!r} must rise strictly")
@@ -312,7 +485,7 @@ def draft_config_from_hf(cfg: Mapping[str, Any], source: str = "config.json") ->
     return DraftConfig(
         block_size=_positive(cfg, "block_size", source),
         mask_token_id=mask,
-        target_layer_ids=tuple(ids),
+        target_layer_ids=tuple(map(int, ids)),
         num_target_layers=num_target_layers,
         markov_rank=rank,
         markov_head_type=head if rank else "vanilla",
@@ -370,8 +543,8 @@ def target_config_to_hf(cfg: TargetConfig) -> dict[str, Any]:
 def draft_config_to_hf(cfg: DraftConfig) -> dict[str, Any]:
     """The DeepSpec ``config.json`` dictionary of a draft; ``draft_config_from_hf`` reads it back unchanged."""
     return _hf_decoder(cfg) | {
-        "architectures": ["Qwen3DSparkModel"],
-        "model_type": "qwen3",
+        "architectures": [DRAFT_ARCHITECTURE],
+        "model_type": DRAFT_MODEL_TYPE,
         "tie_word_embeddings": False,
         "block_size": cfg.block_size,
         "mask_token_id": cfg.mask_token_id,

@@ -58,6 +58,11 @@ LLAMA3 = dict(
 )
 YARN = dict(rope_type="yarn", rope_theta=1e6, factor=4.0, original_max_position_embeddings=32768)
 
+# Windows of a model of four layers.
+FULL = ["full_attention"] * 4
+TAIL = [*FULL[:3], "sliding_attention"]
+ON = dict(use_sliding_window=True, sliding_window=8, layer_types=None)
+
 
 @pytest.mark.parametrize(
     "keys, scale, expected",
@@ -122,6 +127,43 @@ def test_position_zero_is_unrotated_and_halves_are_pairs():
         (dict(layer_types=["full_attention"]), ["layer_types", "4 layers"]),
         (dict(layer_types=["full_attention"] * 3 + ["linear"]), ["'linear'"]),
         (dict(layer_types=["full_attention"] * 3 + ["sliding_attention"]), ["sliding_window"]),
+        (dict(layer_types=TAIL, sliding_window=8), ["use_sliding_window=false", "layer_types"]),
+        (dict(ON, layer_types=TAIL, max_window_layers=2), ["layer_types", "max_window_layers=2"]),
+        (dict(ON, layer_types=FULL, max_window_layers=3), ["layer_types", "max_window_layers=3"]),
+        (dict(ON, sliding_window=None), ["use_sliding_window=true", "sliding_window", "None"]),
+        (dict(ON, max_window_layers=-1), ["max_window_layers=-1"]),
+        (dict(sliding_window=-4), ["sliding_window=-4"]),
+        (dict(use_sliding_window="no"), ["use_sliding_window='no'", "bool"]),
+        (dict(model_type=["qwen3"]), ["model_type=['qwen3']", "llama, qwen3"]),
+        (dict(model_type={}), ["model_type={}"]),
+        (dict(architectures=["LlamaForCausalLM"]), ["['LlamaForCausalLM']", "model_type='qwen3'", "Qwen3ForCausalLM"]),
+        (dict(model_type="llama"), ["['Qwen3ForCausalLM']", "model_type='llama'"]),
+        (dict(architectures="Qwen3ForCausalLM"), ["architectures='Qwen3ForCausalLM'", "list"]),
+        (dict(is_causal=False), ["is_causal=False"]),
+        (dict(rope_parameters=YARN | dict(beta_fast=1.0, beta_slow=32.0)), ["beta_fast=1.0", "beta_slow=32.0"]),
+        (dict(rope_parameters=YARN | dict(beta_fast=2, beta_slow=2)), ["beta_fast=2.0", "beta_slow=2.0"]),
+        (dict(rope_parameters=YARN | dict(beta_slow=0)), ["beta_slow=0.0"]),
+        (dict(rope_parameters=YARN | dict(beta_slow=float("nan"))), ["beta_slow=nan"]),
+        (dict(rope_parameters=YARN | dict(beta_fast=float("inf"))), ["beta_fast=inf"]),
+        (dict(rope_parameters=YARN | dict(attention_factor=0.0)), ["attention_factor=0.0"]),
+        (dict(rope_parameters=YARN | dict(rope_theta=1.0)), ["rope_theta=1.0"]),
+        (dict(rope_parameters=YARN | dict(original_max_position_embeddings=4)), ["ramp", "[0, 0]", "=4"]),
+        (dict(rope_parameters=YARN | dict(rope_theta=2.0)), ["ramp", "rope_theta=2.0"]),
+        (dict(rope_parameters=YARN, original_max_position_embeddings=512), ["=512", "32768"]),
+        (dict(rope_parameters=LLAMA3 | dict(low_freq_factor=0.0)), ["low_freq_factor=0.0"]),
+        (dict(rope_parameters=LLAMA3 | dict(high_freq_factor=float("inf"))), ["high_freq_factor=inf"]),
+        (dict(rope_parameters=None, rope_scaling=dict(factor=4.0)), ["factor=4.0", "'default'"]),
+        (dict(final_logit_softcapping=30.0), ["final_logit_softcapping=30.0", "null"]),
+        (dict(attn_logit_softcapping=50.0), ["attn_logit_softcapping=50.0"]),
+        (dict(embedding_multiplier=12.0), ["embedding_multiplier=12.0", "null or 1"]),
+        (dict(residual_multiplier=0.22), ["residual_multiplier=0.22"]),
+        (dict(logits_scaling=8.0), ["logits_scaling=8.0"]),
+        (dict(attention_multiplier=1.0), ["attention_multiplier=1.0", "0.25"]),
+        (dict(scale_emb=12), ["scale_emb=12"]),
+        (dict(scale_depth=1.4), ["scale_depth=1.4"]),
+        (dict(no_rope_layers=[1, 1, 1, 0]), ["no_rope_layers=[1, 1, 1, 0]"]),
+        (dict(mlp_multipliers=2), ["mlp_multipliers=2"]),
+        (dict(num_experts=8), ["num_experts=8"]),
         (dict(eos_token_id=[0, 320]), ["eos_token_id", "320"]),
         (dict(rms_norm_eps=0.0), ["rms_norm_eps=0.0"]),
     ],
@@ -147,6 +189,11 @@ def test_illegal_targets_are_refused(target, change, words):
         (dict(markov_head_type="lstm"), ["'lstm'", "vanilla"]),
         (dict(markov_rank=0), ["confidence_head_with_markov", "markov_rank"]),
         (dict(dspark_config=dict(block_size=8)), ["block_size=7", "dspark_config"]),
+        (dict(model_type="llama"), ["model_type='llama'", "qwen3"]),
+        (dict(model_type=["qwen3"]), ["model_type=['qwen3']"]),
+        (dict(architectures=["Qwen3ForCausalLM"]), ["['Qwen3ForCausalLM']", "Qwen3DSparkModel"]),
+        (dict(dflash_config=dict(output_multiplier=0.2)), ["output_multiplier=0.2"]),
+        (dict(logit_scale=None, dflash_config=dict(logit_scale=0.5)), ["logit_scale=0.5"]),
     ],
 )
 def test_illegal_drafts_are_refused(draft, change, words):
@@ -179,6 +226,63 @@ def test_every_combination_of_heads_builds_or_is_refused(draft, rank, confidence
         assert specs["confidence"]["proj"].shape == (1, 64 + (rank if with_markov else 0))
 
 
+@pytest.mark.parametrize(
+    "change, windows",
+    [
+        (dict(sliding_window=4096), (0, 0, 0, 0)),  # switched off; the width stands there all the same
+        (dict(sliding_window=4096, layer_types=None), (0, 0, 0, 0)),
+        (dict(ON, max_window_layers=2), (0, 0, 8, 8)),
+        (dict(ON, max_window_layers=0), (8, 8, 8, 8)),
+        (dict(ON, max_window_layers=4), (0, 0, 0, 0)),
+        (dict(ON, max_window_layers=None), (0, 0, 0, 0)),  # transformers: from layer 28 on
+        (dict(ON, max_window_layers=28, layer_types=FULL), (0, 0, 0, 0)),
+        (dict(ON, max_window_layers=3, layer_types=TAIL), (0, 0, 0, 8)),
+        (dict(ON, max_window_layers=28, layer_types=TAIL), (0, 0, 0, 8)),  # transformers' default beside layer_types
+        (dict(ON, max_window_layers=4, layer_types=["sliding_attention"] * 4), (8, 8, 8, 8)),  # as in published drafts
+        (dict(use_sliding_window=None, sliding_window=8, layer_types=TAIL), (0, 0, 0, 8)),
+    ],
+)
+def test_windows(target, change, windows):
+    """As transformers 5.24 resolves them: layer_types first, then the switch and the split."""
+    assert target_config_from_hf(target | change).windows == windows
+
+
+def test_the_default_split_is_layer_28(target):
+    cfg = {k: v for k, v in (target | ON | dict(num_hidden_layers=30)).items() if k != "max_window_layers"}
+    assert target_config_from_hf(cfg).windows == (0,) * 28 + (8, 8)
+
+
+def test_neutral_settings_of_other_families_are_accepted(target, draft):
+    neutral = dict(
+        final_logit_softcapping=None,
+        attn_logit_softcapping=0.0,
+        embedding_multiplier=1.0,
+        residual_multiplier=1,
+        logits_scaling=None,
+        attention_multiplier=0.25,
+        query_pre_attn_scalar=16,
+        num_experts=0,
+        no_rope_layers=[1, 1, 1, 1],
+        architectures=None,
+        is_causal=True,
+    )
+    assert target_config_from_hf(target | neutral) == target_config_from_hf(target)
+    assert draft_config_from_hf(draft | neutral | dict(is_causal=False)) == draft_config_from_hf(draft)
+
+
+def test_integers_of_numpy_are_integers(target, draft):
+    numbers = dict(hidden_size=np.int32(64), vocab_size=np.int64(320), rope_parameters=dict(rope_theta=np.int64(10000)))
+    cfg = target_config_from_hf(target | numbers | dict(eos_token_id=[np.int16(3)]))
+    assert cfg == target_config_from_hf(target | dict(eos_token_id=3))
+    assert all(type(x) is int for x in (cfg.hidden_size, cfg.vocab_size, *cfg.eos_token_ids))
+    got = draft_config_from_hf(draft | dict(block_size=np.int8(7), target_layer_ids=[np.int64(i) for i in (0, 1, 2)]))
+    assert got == draft_config_from_hf(draft)
+    assert json.dumps(draft_config_to_hf(got)) == json.dumps(draft_config_to_hf(draft_config_from_hf(draft)))
+    for wrong in (np.True_, np.float32(64), True):
+        with pytest.raises(ConfigError, match="hidden_size="):
+            target_config_from_hf(target | dict(hidden_size=wrong))
+
+
 def test_explicit_head_dim_wins(target):
     """X11: 80 = 5120 / 64 would be wrong for Qwen3-32B, whose head_dim is 128."""
     cfg = target_config_from_hf(target | dict(hidden_size=5120, num_attention_heads=64, num_key_value_heads=8, head_dim=128))
@@ -186,7 +290,7 @@ def test_explicit_head_dim_wins(target):
 
 
 def test_configurations_survive_the_round_trip(target, draft):
-    sliding = dict(layer_types=["sliding_attention"] * 3 + ["full_attention"], sliding_window=16)
+    sliding = dict(layer_types=["sliding_attention"] * 3 + ["full_attention"], sliding_window=16, use_sliding_window=True)
     for change in ({}, sliding, dict(rope_parameters=LLAMA3), dict(rope_parameters=YARN), dict(eos_token_id=[1, 2])):
         cfg = target_config_from_hf(target | change)
         assert target_config_from_hf(json.loads(json.dumps(target_config_to_hf(cfg)))) == cfg
