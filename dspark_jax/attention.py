@@ -16,10 +16,13 @@ from dspark_jax.cache import KVCache, context_sizes
 MASKED = -1e30
 
 
-def context_bucket(context: jax.Array, capacity: int) -> jax.Array:
-    """Index of the smallest compiled context size that covers every row; one number per pass."""
+def context_bucket(context: jax.Array, active: jax.Array, capacity: int) -> jax.Array:
+    """Index of the smallest compiled context size that covers every ``active`` row (bool ``[B]``); one number per pass.
+
+    What the other rows get may miss a part of their context, and is not to be used."""
     sizes = jnp.asarray(context_sizes(capacity), jnp.int32)
-    return jnp.searchsorted(sizes, jnp.max(context), side="left").astype(jnp.int32)
+    longest = jnp.max(jnp.where(active, context, 0))
+    return jnp.searchsorted(sizes, longest, side="left").astype(jnp.int32)
 
 
 def attend(
@@ -27,10 +30,10 @@ def attend(
     k: jax.Array,
     v: jax.Array,
     block_mask: jax.Array,
-    cache: KVCache,
+    cache: KVCache | None,
     layer: jax.Array,
     context: jax.Array,
-    bucket: jax.Array,
+    bucket: jax.Array | None,
     window: jax.Array | None,
 ) -> jax.Array:
     """Softmax attention of one layer.
@@ -38,8 +41,8 @@ def attend(
     Args:
       q: ``[B, T, Q, H]``, rotated; k, v: ``[B, T, K, H]`` of this pass.
       block_mask: bool ``[B, T, T]``, which slot sees which.
-      cache: read only, valid on ``[0, context[b])``; layer: index into it.
-      bucket: from ``context_bucket``.
+      cache: read only, valid on ``[0, context[b])``; layer: index into it. None: nothing but the pass itself is seen.
+      bucket: from ``context_bucket``; rows that it did not count come out as garbage.
       window: int32 scalar, width of the sliding window (0: none), or None when no layer has one. A query at position p
         sees keys at positions above p - window; slot t stands at position context + t.
 
@@ -65,6 +68,14 @@ def attend(
     block_mask = block_mask.reshape(rows, 1, group * width, width)
     own = jnp.where(block_mask, _scores(folded, k), MASKED)
 
+    def unfold(out: jax.Array) -> jax.Array:
+        return out.reshape(rows, kv_heads, group, width, head_dim).transpose(0, 3, 1, 2, 4).reshape(q.shape)
+
+    if cache is None:
+        weight = jnp.exp(own - own.max(-1, keepdims=True))
+        out = _mix(weight.astype(q.dtype), v) / weight.sum(-1, keepdims=True)
+        return unfold(out.astype(q.dtype))
+
     def over(size: int) -> jax.Array:
         shape = (1, rows, kv_heads, size, head_dim)
         start = (layer, *(jnp.zeros((), layer.dtype),) * 4)
@@ -89,11 +100,8 @@ def attend(
 
     sizes = context_sizes(cache.capacity)
     if len(sizes) == 1:
-        out = over(sizes[0])
-    else:
-        out = jax.lax.switch(bucket, [functools.partial(over, size) for size in sizes])
-    out = out.reshape(rows, kv_heads, group, width, head_dim).transpose(0, 3, 1, 2, 4)
-    return out.reshape(rows, width, heads, head_dim)
+        return unfold(over(sizes[0]))
+    return unfold(jax.lax.switch(bucket, [functools.partial(over, size) for size in sizes]))
 
 
 def _scores(q: jax.Array, k: jax.Array) -> jax.Array:

@@ -48,6 +48,7 @@ class TokenBatch(flax.struct.PyTreeNode):
       valid: bool ``[N]``; an invalid entry fills up the compiled size and writes nowhere.
       counts: int32 ``[B]``, tokens of every row; context: int32 ``[B]``, cached tokens before the first of them.
       width: T, static.
+      dense: static: the list is the ``[B, T]`` grid itself, so that regrouping is a reshape.
     """
 
     tokens: jax.Array
@@ -58,11 +59,7 @@ class TokenBatch(flax.struct.PyTreeNode):
     counts: jax.Array
     context: jax.Array
     width: int = flax.struct.field(pytree_node=False)
-
-    @property
-    def dense(self) -> bool:
-        """Whether the list is the ``[B, T]`` grid itself, so that regrouping is a reshape."""
-        return self.tokens.shape[0] == self.counts.shape[0] * self.width
+    dense: bool = flax.struct.field(pytree_node=False, default=False)
 
 
 def pack(grid: jax.Array, counts: jax.Array, context: jax.Array, size: int) -> TokenBatch:
@@ -73,7 +70,8 @@ def pack(grid: jax.Array, counts: jax.Array, context: jax.Array, size: int) -> T
     rows_total, width = grid.shape
     width = min(width, size)
     index = jnp.arange(size, dtype=jnp.int32)
-    if size == rows_total * width:
+    dense = size == rows_total * width
+    if dense:
         rows, slots = index // width, index % width
         valid = slots < counts[rows]
     else:
@@ -84,7 +82,7 @@ def pack(grid: jax.Array, counts: jax.Array, context: jax.Array, size: int) -> T
         slots = jnp.where(valid, index - (ends - counts)[rows], 0)
     tokens = jnp.where(valid, grid[rows, slots], 0)
     positions = jnp.where(valid, context[rows] + slots, 0)
-    return TokenBatch(tokens, rows, slots, positions, valid, counts, context, width)
+    return TokenBatch(tokens, rows, slots, positions, valid, counts, context, width, dense)
 
 
 def to_grid(batch: TokenBatch, x: jax.Array) -> jax.Array:

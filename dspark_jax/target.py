@@ -55,17 +55,17 @@ def layer_windows(cfg: TargetConfig | DraftConfig) -> jax.Array | None:
 
 
 def forward(
-    params: Params, cfg: TargetConfig, batch: TokenBatch, cache: KVCache, tap_ids: tuple[int, ...] = ()
+    params: Params, cfg: TargetConfig, batch: TokenBatch, cache: KVCache | None, tap_ids: tuple[int, ...] = ()
 ) -> TargetOutput:
     """Run the tokens of ``batch`` after the cached context of their rows.
 
     Args:
-      cache: read only; the caller writes the returned keys and values.
+      cache: read only; the caller writes the returned keys and values. None: every row starts at position 0.
       tap_ids: strictly rising layer ids; -1 is the embedding output. Taps are layer *outputs*, before any norm.
     """
     x = params["embed"][batch.tokens]
     angles = layers.rope_angles(cfg.rope, cfg.head_dim, batch.positions)
-    bucket = attention.context_bucket(batch.context, cache.capacity)
+    bucket = None if cache is None else attention.context_bucket(batch.context, batch.counts > 0, cache.capacity)
     slot = jnp.arange(batch.width, dtype=jnp.int32)
     causal = slot[None, None, :] <= slot[None, :, None]
     causal = jnp.broadcast_to(causal, (batch.counts.shape[0], batch.width, batch.width))

@@ -9,6 +9,7 @@ import codecs
 import datetime
 import functools
 import json
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -110,13 +111,25 @@ class Tokenizer:
         except (TypeError, UnicodeEncodeError) as error:  # the library says either of half a surrogate pair
             raise TextError(f"text={text!r} is not valid Unicode") from error
 
+    def encode_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Token ids of ``text``, and the characters ``[start, end)`` that each stands for; no special tokens are added.
+
+        Raises:
+          TextError: as ``encode``.
+        """
+        try:
+            encoding = self._backend.encode(text, add_special_tokens=False)
+        except (TypeError, UnicodeEncodeError) as error:
+            raise TextError(f"text={text!r} is not valid Unicode") from error
+        return list(encoding.ids), list(encoding.offsets)
+
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Text of ``ids``; bytes that are no UTF-8 become U+FFFD.
 
         Raises:
-          TextError: an id is not in the vocabulary.
+          TextError: an id is not in the vocabulary, or ``ids`` is text or bytes.
         """
-        ids = list(ids)
+        ids = _ids(ids)
         for token_id in ids:
             self.token(token_id)
         return str(self._backend.decode(ids, skip_special_tokens=skip_special_tokens))
@@ -133,7 +146,7 @@ class Tokenizer:
           TextError: there is none.
         """
         try:
-            token = self._backend.id_to_token(token_id)
+            token = self._backend.id_to_token(operator.index(token_id))
         except (OverflowError, TypeError):
             token = None
         if token is None:
@@ -195,11 +208,11 @@ class IncrementalDecoder:
         """The text that became certain with ``ids``, maybe none.
 
         Raises:
-          TextError: an id is not in the vocabulary, or the sequence was finished.
+          TextError: an id is not in the vocabulary, ``ids`` is text or bytes, or the sequence was finished.
         """
         if self._finished:
             raise TextError("ids were pushed after finish(); use a new IncrementalDecoder for a new sequence")
-        return self._stream.push([i for i in ids if i not in self._skipped])
+        return self._stream.push([i for i in _ids(ids) if i not in self._skipped])
 
     def finish(self) -> str:
         """What was held back: an incomplete character shows as U+FFFD. A second call returns nothing."""
@@ -207,6 +220,24 @@ class IncrementalDecoder:
             return ""
         self._finished = True
         return self._stream.finish()
+
+
+def _ids(ids: Iterable[Any]) -> list[Any]:
+    """``ids`` as a list, integers of any type as Python's; what is no integer stays, and is refused where it is looked up.
+
+    Raises:
+      TextError: text or bytes, whose items would pass for ids.
+    """
+    if isinstance(ids, str | bytes | bytearray | memoryview):
+        raise TextError(f"ids={ids!r} must be token ids, got {type(ids).__name__}")
+
+    def whole(token_id: Any) -> Any:
+        try:
+            return operator.index(token_id)
+        except TypeError:
+            return token_id
+
+    return [whole(i) for i in ids]
 
 
 class _ByteStream:

@@ -1,0 +1,1 @@
+"""Training a draft against a frozen target (SPEC section 6)."""
