@@ -32,20 +32,27 @@ def context_keys_values(params: Params, cfg: DraftConfig, taps: jax.Array, posit
 
 
 def block_hidden(
-    params: Params, cfg: DraftConfig, embed: jax.Array, anchor: jax.Array, context: jax.Array, cache: KVCache
+    params: Params,
+    cfg: DraftConfig,
+    embed: jax.Array,
+    anchor: jax.Array,
+    context: jax.Array,
+    cache: KVCache,
+    active: jax.Array | None = None,
 ) -> jax.Array:
     """Hidden states ``[B, γ, D]`` (after the final norm) of one block per row.
 
     Args:
       embed: the target's embedding ``[V, D]``; anchor: int32 ``[B]``; context: int32 ``[B]``, the anchor's position and
         the number of valid context rows of ``cache``.
+      active: bool ``[B]``, rows whose block is wanted; the others may come out as garbage. None: all of them.
     """
     rows, width = anchor.shape[0], cfg.block_size
     masks = jnp.full((rows, width - 1), cfg.mask_token_id, jnp.int32)
     x = embed[jnp.concatenate([anchor[:, None], masks], axis=1)].reshape(rows * width, -1)
     positions = (context[:, None] + jnp.arange(width, dtype=jnp.int32)[None, :]).reshape(-1)
     angles = layers.rope_angles(cfg.rope, cfg.head_dim, positions)
-    bucket = attention.context_bucket(context, cache.capacity)
+    bucket = attention.context_bucket(context, jnp.ones(rows, bool) if active is None else active, cache.capacity)
     everything = jnp.ones((rows, width, width), bool)
 
     def layer_step(x: jax.Array, xs: Any) -> tuple[jax.Array, None]:

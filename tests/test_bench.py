@@ -5,11 +5,14 @@ import math
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from toys import toy_pair
 
-from dspark_jax import bench
+from dspark_jax import attention, bench, draft, target
 from dspark_jax.bench import PLAIN, Case, Run, Timing, measure, summarise, timed_generate, warm_up
+from dspark_jax.cache import KVCache, context_sizes, pack
 from dspark_jax.cli import main
 from dspark_jax.generate import generate
 from dspark_jax.requests import Output, Stats
@@ -148,7 +151,7 @@ def test_bench_reports(fixtures_dir: Path, tmp_path: Path, capsys: pytest.Captur
         (["--batch-size", "0"], "--batch-size=0"),
         (["--limit", "0"], "--limit=0"),
         (["--policy", "survival:7"], "--policy='survival:7'"),
-        (["--policy", "fixed"], "needs a draft"),
+        (["--policy", "fixed"], "--policy='fixed' needs --draft"),
     ],
 )
 def test_bad_input(
@@ -159,3 +162,41 @@ def test_bad_input(
     target = str(fixtures_dir / "qwen3_tiny" / "target")
     assert main(["bench", "--target", target, "--prompts", str(path), *extra]) == 2
     assert named in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_rows_that_take_no_part_widen_no_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The context read covers the rows of the pass, however long a finished row is; the others' numbers stay."""
+    pair, buckets, original = toy_pair(), [], attention.context_bucket
+    monkeypatch.setattr(attention, "context_bucket", lambda *args: buckets.append(original(*args)) or buckets[-1])
+    model, capacity, rng = pair.model, 512, np.random.default_rng(0)
+    assert context_sizes(capacity) == (128, 256, 512)
+    context = jnp.asarray([400, 9, 200], jnp.int32)
+
+    def cache_of(config) -> KVCache:
+        shape = (config.num_layers, 3, config.num_kv_heads, capacity, config.head_dim)
+        return KVCache(*(jnp.asarray(rng.standard_normal(shape, np.float32)) for _ in range(2)))
+
+    caches = cache_of(model.target), cache_of(model.drafter)
+
+    def target_pass(counts: list[int]) -> jax.Array:
+        grid = jnp.asarray([[1, 2], [3, 4], [5, 6]], jnp.int32)
+        batch = pack(grid, jnp.asarray(counts, jnp.int32), context, 6)
+        return target.forward(pair.params["target"], model.target, batch, caches[0]).hidden.reshape(3, 2, -1)
+
+    def block(active: list[bool] | None) -> jax.Array:
+        rows = None if active is None else jnp.asarray(active)
+        embed, anchor = pair.params["target"]["embed"], jnp.asarray([1, 2, 3], jnp.int32)
+        return draft.block_hidden(pair.params["draft"], model.drafter, embed, anchor, context, caches[1], rows)
+
+    for run, everybody, some, one in (
+        (target_pass, [2, 2, 2], [0, 2, 1], [0, 2, 0]),
+        (block, None, [False, True, True], [False, True, False]),
+    ):
+        full, without_first, alone = run(everybody), run(some), run(one)
+        assert [int(b) for b in buckets] == [2, 1, 0]
+        buckets.clear()
+        np.testing.assert_allclose(without_first[1], full[1], rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(without_first[2, 0], full[2, 0], rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(alone[1], full[1], rtol=1e-5, atol=1e-5)
+    block([False] * 3)
+    assert int(buckets.pop()) == 0
