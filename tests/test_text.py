@@ -249,3 +249,22 @@ def test_smollm2_matches_the_reference(smollm2_dir, fixtures_dir) -> None:
     for text in TEXTS:
         ids = tokenizer.encode(text)
         assert _pushed(tokenizer, ids, rng) == tokenizer.decode(ids) == text
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
+def test_ids_of_any_integer_type_but_no_bytes(kind, request):
+    tokenizer = request.getfixturevalue(kind)
+    ids = tokenizer.encode("ab, a b")
+    for cast in (np.int64, np.uint16):
+        assert tokenizer.decode(np.asarray(ids, cast)) == tokenizer.decode(ids)
+        decoder = IncrementalDecoder(tokenizer)
+        assert decoder.push([cast(i) for i in ids]) + decoder.finish() == tokenizer.decode(ids)
+        assert tokenizer.token(cast(ids[0])) == tokenizer.token(ids[0])
+    for wrong in (b"ab", bytearray(b"ab"), "ab"):
+        with pytest.raises(TextError, match=f"must be token ids, got {type(wrong).__name__}"):
+            tokenizer.decode(wrong)
+        with pytest.raises(TextError, match=f"must be token ids, got {type(wrong).__name__}"):
+            IncrementalDecoder(tokenizer).push(wrong)
+    for wrong in (np.True_, 1.0, "a"):
+        with pytest.raises(TextError, match="is not among"):
+            tokenizer.decode([wrong])
