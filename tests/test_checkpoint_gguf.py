@@ -164,6 +164,8 @@ def test_rope_scaling(tmp_path):
         (dict(rope__scaling__type="longrope"), ConfigError, "rope.scaling.type='longrope' is not supported"),
         (dict(rope__scaling__type="linear"), ConfigError, "rope.scaling.factor is missing"),
         (dict(expert_count=8), ConfigError, "expert_count=8 is not supported"),
+        (dict(logit_scale=0.5), ConfigError, "llama.logit_scale=0.5 is not supported; only 1.0 is"),
+        (dict(final_logit_softcapping=30.0), ConfigError, "final_logit_softcapping=30.0"),
         (dict(arch="gemma"), ConfigError, "general.architecture='gemma' is not supported"),
         (dict(extra=[("rope_freqs.weight", np.ones(16, np.float32))]), ConfigError, "rope_freqs.weight"),
         (dict(extra=[("blk.0.attn_q.bias", np.ones(128, np.float32))]), CheckpointError, "unknown tensor .*q_proj.bias"),
@@ -174,6 +176,14 @@ def test_unsupported_files_are_refused(tmp_path, kwargs, error, match):
     cfg = config("llama")
     with pytest.raises(error, match=match):
         load_target_gguf(write(tmp_path / "m.gguf", cfg, params_of(cfg), **kwargs))
+
+
+def test_an_architecture_that_is_no_text_is_refused(tmp_path, monkeypatch):
+    cfg = config("llama")
+    file = GGUFFile(write(tmp_path / "m.gguf", cfg, params_of(cfg)))
+    monkeypatch.setattr(GGUFFile, "get", lambda *_: ["llama"])
+    with pytest.raises(ConfigError, match=r"general.architecture=\['llama'\]"):
+        _ = file.architecture
 
 
 def test_unsupported_quantisation_is_named(tmp_path):

@@ -61,11 +61,11 @@ class GGUFFile:
     def architecture(self) -> str:
         """Raises ConfigError if it is not a supported one."""
         name = self.get("general.architecture")
-        if name not in ARCHITECTURES:
+        if not isinstance(name, str) or name not in ARCHITECTURES:
             raise ConfigError(
                 f"{self.path}: general.architecture={name!r} is not supported; supported: {', '.join(ARCHITECTURES)}"
             )
-        return str(name)
+        return name
 
 
 def _rope(file: GGUFFile, arch: str, max_positions: int) -> dict[str, Any]:
@@ -91,6 +91,19 @@ def _rope(file: GGUFFile, arch: str, max_positions: int) -> dict[str, Any]:
     return rope
 
 
+# Metadata that change what is computed, and the values that do not.
+_NEUTRAL: dict[str, Any] = {
+    "attention.causal": True,
+    "attention.clamp_kqv": 0.0,
+    "attn_logit_softcapping": 0.0,
+    "embedding_scale": 1.0,
+    "final_logit_softcapping": 0.0,
+    "logit_scale": 1.0,
+    "residual_scale": 1.0,
+    "use_parallel_residual": False,
+}
+
+
 def read_config(file: GGUFFile) -> TargetConfig:
     """The configuration that a file's metadata describe.
 
@@ -111,6 +124,9 @@ def read_config(file: GGUFFile) -> TargetConfig:
     for key in ("expert_count", "attention.sliding_window"):
         if file.get(f"{arch}.{key}"):
             raise ConfigError(f"{file.path}: {arch}.{key}={file.get(f'{arch}.{key}')!r} is not supported")
+    for key, neutral in _NEUTRAL.items():
+        if (value := file.get(f"{arch}.{key}", neutral)) != neutral:
+            raise ConfigError(f"{file.path}: {arch}.{key}={value!r} is not supported; only {neutral!r} is")
     heads, hidden = need("attention.head_count"), need("embedding_length")
     kv_heads = file.get(f"{arch}.attention.head_count_kv", heads)
     for key, value in (
