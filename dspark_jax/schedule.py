@@ -7,6 +7,7 @@ slot k was drawn, which keeps the output law (SPEC section 5, PITFALLS L16).
 
 from __future__ import annotations
 
+import operator
 from typing import ClassVar, Protocol
 
 import flax.struct
@@ -57,9 +58,15 @@ class FixedLength(flax.struct.PyTreeNode):
     needs_confidence: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        whole = isinstance(self.length, int | np.integer) and not isinstance(self.length, bool)
-        if self.length is not None and (not whole or self.length < 1):
+        if self.length is None:
+            return
+        try:
+            whole = 0 if isinstance(self.length, bool) else operator.index(self.length)
+        except TypeError:
+            whole = 0
+        if whole < 1:
             raise RequestError(f"FixedLength: length={self.length!r} must be None or an integer of at least 1")
+        object.__setattr__(self, "length", whole)  # a narrow integer of NumPy would wrap where it is added to
 
     def slots(self, block_size: int) -> int:
         if self.length is not None and self.length > block_size:

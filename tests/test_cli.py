@@ -9,11 +9,13 @@ import sys
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
 import dspark_jax
 from dspark_jax.cli import COMMANDS, main, options
 from dspark_jax.cli.output import strict
+from dspark_jax.errors import RequestError
 from dspark_jax.generate import generate
 from dspark_jax.schedule import Autoregressive, FixedLength, Threshold
 
@@ -149,6 +151,65 @@ def test_bad_input_of_generate(extra: list[str], named: str, tiny: list[str], ca
     assert named in refused(capsys, ["generate", *tiny, *extra])
 
 
+@pytest.mark.parametrize("command", ["generate", "bench"])
+@pytest.mark.parametrize(
+    ("draft", "policy", "named"),
+    [
+        ("dspark_vanilla/draft", "fixed:99", "--policy='fixed:99': FixedLength: length=99 exceeds the draft's block_size=7"),
+        ("dflash/draft", "threshold:0.5", "--policy='threshold:0.5': scheduler=Threshold needs a confidence head"),
+        (None, "fixed", "--policy='fixed' needs --draft"),
+        (None, "survival:0.5", "--policy='survival:0.5' needs --draft"),
+        ("target", "fixed", "holds a target, not a draft"),
+        ("nothing", "ar", "nothing does not exist"),
+    ],
+)
+def test_policies_are_refused_before_models_are_loaded(
+    command: str,
+    draft: str | None,
+    policy: str,
+    named: str,
+    tiny: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(options, "load", lambda *_: pytest.fail("a model was loaded"))
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": [1, 2]}\n')
+    argv = [command, *tiny[:2], "--prompts", str(path), "--policy", policy]
+    argv += ["--draft", str(Path(tiny[1]).parent / draft)] if draft else []
+    assert named in refused(capsys, argv)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text", "named"),
+    [
+        (["--prompt", ""], None, "--prompt='' is empty"),
+        (["--prompt", " \n"], None, "--prompt=' \\n' is empty"),
+        (["--prompt", "", "--raw"], None, "--prompt='' is empty"),
+        (["--prompts", "FILE"], '{"prompt": [1]}\n{"prompt": ""}\n', "line 2: prompt='' is empty"),
+    ],
+)
+def test_an_empty_prompt_is_refused_although_a_template_would_wrap_it(
+    arguments: list[str],
+    text: str | None,
+    named: str,
+    tiny: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(options, "load", lambda *_: pytest.fail("a model was loaded"))
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(text or "")
+    arguments = [str(path) if a == "FILE" else a for a in arguments]
+    assert named in refused(capsys, ["generate", *tiny, *arguments])
+
+
+def test_spaces_are_a_prompt_where_no_template_wraps_them(tiny: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert "tokenizer.json" in refused(capsys, ["generate", *tiny, "--prompt", " ", "--raw"])
+
+
 @pytest.mark.parametrize(
     ("text", "named"),
     [
@@ -223,6 +284,15 @@ def test_convert_is_reachable(tiny: list[str], tmp_path: Path, capsys: pytest.Ca
     assert not (tmp_path / "own").exists()
 
 
+def test_convert_names_its_flags(tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "x").touch()
+    line = refused(capsys, ["convert", tiny[3], str(tmp_path / "full")])
+    assert "is not empty" in line and line.endswith("pass --overwrite") and "overwrite=True" not in line
+    line = refused(capsys, ["convert", tiny[3], str(tmp_path / "new"), "--form", "deepspec", "--include-shared"])
+    assert "--include-shared needs --target" in line and "include_shared" not in line
+
+
 def test_demo_without_a_draft_runs_the_target_alone(
     tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -255,6 +325,16 @@ def test_demo_compares(tiny: list[str], capsys: pytest.CaptureFixture[str]) -> N
 )
 def test_policies(text: str, policy: object) -> None:
     assert options.parse_policy(text) == policy
+
+
+@pytest.mark.parametrize("kind", [np.int8, np.int64, np.uint16])
+def test_a_fixed_length_may_be_any_integer(kind: type) -> None:
+    policy = FixedLength(kind(4))
+    assert policy == FixedLength(4) and hash(policy) == hash(FixedLength(4))
+    assert type(policy.slots(7)) is int and policy.token_sizes(100, policy.slots(7))[-1] == 500
+    for wrong in (True, np.True_, 2.0, "2", kind(0)):
+        with pytest.raises(RequestError, match="length="):
+            FixedLength(wrong)
 
 
 def test_strict_replaces_what_json_lacks() -> None:

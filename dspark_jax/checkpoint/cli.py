@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from dspark_jax.checkpoint.convert import convert
+from dspark_jax.checkpoint.files import check_destination
+from dspark_jax.errors import CheckpointError
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -31,8 +34,11 @@ def run(args: argparse.Namespace) -> int:
     """Convert as ``args`` says and print the report.
 
     Raises:
-      DsparkError: as ``convert``.
+      DsparkError: as ``convert``; what concerns an option names it as it is written here.
     """
+    check_destination(Path(args.dst), args.overwrite, "--overwrite")
+    if args.include_shared and (args.target is None or args.form not in (None, "deepspec")):
+        raise CheckpointError("--include-shared needs --target, the model it shares with, and a DeepSpec destination")
     report = convert(
         args.src,
         args.dst,

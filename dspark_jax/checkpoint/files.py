@@ -53,8 +53,8 @@ def copy_text_files(text_dir: Path | None, dst: Path) -> list[str]:
     return names
 
 
-def check_destination(dst: Path, overwrite: bool) -> None:
-    """Refuse a destination that holds anything, unless it may be replaced.
+def check_destination(dst: Path, overwrite: bool, how: str = "overwrite=True") -> None:
+    """Refuse a destination that holds anything, unless it may be replaced. ``how`` is what the caller writes to allow it.
 
     Raises:
       CheckpointError: ``dst`` is a file, or a non-empty directory and ``overwrite`` is False.
@@ -62,7 +62,7 @@ def check_destination(dst: Path, overwrite: bool) -> None:
     if dst.exists() and not dst.is_dir():
         raise CheckpointError(f"{dst} is a file; a checkpoint needs a directory")
     if not overwrite and dst.is_dir() and any(dst.iterdir()):
-        raise CheckpointError(f"{dst} is not empty; choose another directory or pass overwrite=True (--overwrite)")
+        raise CheckpointError(f"{dst} is not empty; choose another directory or pass {how}")
 
 
 @contextlib.contextmanager

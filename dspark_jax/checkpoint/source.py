@@ -203,6 +203,19 @@ def load_target(source: Source, dtype: Any = None, shardings: Any = None) -> Loa
     return LoadedTarget(config, params, path if (path / "tokenizer.json").is_file() else None)
 
 
+def read_draft_config(source: Source) -> DraftConfig:
+    """The configuration of a draft in DeepSpec or own form; no parameters are read.
+
+    Raises:
+      CheckpointError, ConfigError: there is no draft, or what was read is not legal.
+    """
+    path = Path(source)
+    kind, _ = detect(path)
+    if kind != "draft":
+        raise CheckpointError(f"{path} holds a target, not a draft")
+    return deepspec.read_draft_config(path)
+
+
 def load_draft(
     source: Source, dtype: Any, target_config: TargetConfig, target_params: Params, shardings: Any = None
 ) -> LoadedDraft:
@@ -215,13 +228,9 @@ def load_draft(
       CheckpointError, ConfigError: what was read is not legal. PairError: it does not belong to the target.
     """
     path = Path(source)
-    kind, form = detect(path)
-    if kind != "draft":
-        raise CheckpointError(f"{path} holds a target, not a draft")
-    if form == "deepspec":
+    deepspec.check_pair(read_draft_config(path), target_config, str(path))
+    if not is_own(path):
         return LoadedDraft(*deepspec.load_draft(path, dtype, target_config, target_params, shardings))
-    own_config = deepspec.read_draft_config(path)
-    deepspec.check_pair(own_config, target_config, str(path))
     config, params = load_own(path, dtype, shardings)
     assert isinstance(config, DraftConfig)
     return LoadedDraft(config, params)

@@ -53,8 +53,9 @@ def run(args: argparse.Namespace) -> int:
         if value is not None and value < least:
             raise RequestError(f"--{name.replace('_', '-')}={value} must be at least {least}")
     policies = _policies(args)
-    rows = _spread(options.read_prompts(args.prompts), args.limit)
+    rows = _spread(options.read_prompts(args.prompts, args.raw), args.limit)
     sampling = options.sampling_for(args, len(rows))
+    options.check_policies(policies.items(), args.draft)
     options.use_compilation_cache(args)
     with output.progress(f"loading {args.target}" + (f" and {args.draft}" if args.draft else "")):
         pair = options.load(args)

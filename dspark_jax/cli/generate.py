@@ -51,6 +51,7 @@ def run(args: argparse.Namespace) -> int:
     if args.stream and len(prompts) > 1:
         raise RequestError(f"--stream needs a single prompt, got {len(prompts)}")
     streaming = args.stream if args.stream is not None else len(prompts) == 1 and sys.stdout.isatty() and not args.json
+    options.check_policies([(args.policy, policy)] if policy else [], args.draft)
     options.use_compilation_cache(args)
     with output.progress(f"loading {args.target}" + (f" and {args.draft}" if args.draft else "")):
         pair = options.load(args)
@@ -76,14 +77,14 @@ def run(args: argparse.Namespace) -> int:
 
 def _prompts(args: argparse.Namespace) -> list[options.PromptRow]:
     if args.prompts is not None:
-        return options.read_prompts(args.prompts)
+        return options.read_prompts(args.prompts, args.raw)
     if args.prompt_ids is not None:
         try:
             return [options.PromptRow([int(i) for i in args.prompt_ids.split(",")])]
         except ValueError:
             raise RequestError(f"--prompt-ids={args.prompt_ids!r} must be integers separated by commas") from None
     if args.prompt is not None:
-        return [options.PromptRow(args.prompt)]
+        return [options.PromptRow(options.check_text(args.prompt, f"--prompt={args.prompt!r}", args.raw))]
     if sys.stdin.isatty():
         raise RequestError("no prompt: give --prompt, --prompts or --prompt-ids, or pipe text into stdin")
     text = sys.stdin.read().rstrip("\n")

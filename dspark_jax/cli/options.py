@@ -8,18 +8,18 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
-from dspark_jax.checkpoint.source import cache_dir
+from dspark_jax.checkpoint.source import cache_dir, read_draft_config
 from dspark_jax.errors import RequestError
 from dspark_jax.pair import DTYPES, Pair, load_pair
 from dspark_jax.requests import Prompt
 from dspark_jax.sampling import SamplingParams
-from dspark_jax.schedule import Autoregressive, FixedLength, Policy, Threshold
+from dspark_jax.schedule import Autoregressive, FixedLength, Policy, Threshold, check_policy
 
 POLICY_FORMS = "ar | fixed | fixed:N | threshold:X | survival:X"
 
@@ -118,6 +118,26 @@ def parse_policy(text: str) -> Policy:
         raise RequestError(f"--policy={text!r}: {value!r} is not a number; legal: {POLICY_FORMS}") from error
 
 
+def check_policies(policies: Iterable[tuple[str, Policy]], draft: str | None) -> None:
+    """Refuse what the draft cannot serve before any model is loaded: of the draft only the configuration is read.
+
+    Args:
+      policies: each with its name on the command line.
+
+    Raises:
+      RequestError: a policy that needs a draft, a confidence head or a longer block. CheckpointError, ConfigError: what
+      ``draft`` names is no draft, or its configuration is not legal.
+    """
+    config = None if draft is None else read_draft_config(draft)
+    for name, policy in policies:
+        if policy.drafts and config is None:
+            raise RequestError(f"--policy={name!r} needs --draft; without a draft only --policy ar is legal")
+        try:
+            check_policy(policy, config)
+        except RequestError as error:
+            raise RequestError(f"--policy={name!r}: {error}") from error
+
+
 def sampling_for(args: argparse.Namespace, count: int) -> list[SamplingParams]:
     """One setting per prompt; the seeds differ."""
 
@@ -128,7 +148,18 @@ def sampling_for(args: argparse.Namespace, count: int) -> list[SamplingParams]:
     return [one(i) for i in range(count)]
 
 
-def read_prompts(path: str) -> list[PromptRow]:
+def check_text(text: str, where: str, raw: bool) -> str:
+    """``text``, unless it is empty; a chat template would wrap it all the same. With ``raw`` spaces are a prompt.
+
+    Raises:
+      RequestError: there is nothing in it.
+    """
+    if not (text if raw else text.strip()):
+        raise RequestError(f"{where} is empty; a prompt needs text")
+    return text
+
+
+def read_prompts(path: str, raw: bool = False) -> list[PromptRow]:
     """Prompts of a file: ``.jsonl`` with one object a line (``prompt``: text, token ids or messages; or ``messages``;
     optionally ``domain`` or ``source``), any other name: one prompt a line.
 
@@ -144,10 +175,10 @@ def read_prompts(path: str) -> list[PromptRow]:
         raise RequestError(f"--prompts={path} holds no prompt")
     if Path(path).suffix != ".jsonl":
         return [PromptRow(line.rstrip("\r")) for _, line in lines]
-    return [_row(line, f"--prompts={path}, line {i}") for i, line in lines]
+    return [_row(line, f"--prompts={path}, line {i}", raw) for i, line in lines]
 
 
-def _row(line: str, where: str) -> PromptRow:
+def _row(line: str, where: str, raw: bool) -> PromptRow:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
@@ -155,6 +186,8 @@ def _row(line: str, where: str) -> PromptRow:
     prompt = row.get("prompt", row.get("messages")) if isinstance(row, Mapping) else None
     if not isinstance(prompt, str | list):
         raise RequestError(f"{where} must be an object with 'prompt' (text, token ids or messages) or 'messages'")
+    if isinstance(prompt, str):
+        check_text(prompt, f"{where}: prompt={prompt!r}", raw)
     return PromptRow(prompt, str(row.get("domain") or row.get("source") or ""))
 
 
