@@ -32,7 +32,7 @@ LEVELS = (
     {"cli", "__main__"},
 )
 # Leaves know the core; the core knows nothing of them.
-LEAVES = {"baselines", "bench", "calibrate", "checkpoint", "demo", "doctor", "evaluate", "text", "train"}
+LEAVES = {"answer", "baselines", "bench", "calibrate", "checkpoint", "demo", "doctor", "evaluate", "rows", "text", "train", "turns"}
 CORE = set().union(*LEVELS[:-4])
 FOREIGN = {"torch", "transformers", "tensorflow", "llama_cpp", "llm"}
 
