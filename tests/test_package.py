@@ -32,7 +32,20 @@ LEVELS = (
     {"cli", "__main__"},
 )
 # Leaves know the core; the core knows nothing of them.
-LEAVES = {"answer", "baselines", "bench", "calibrate", "checkpoint", "demo", "doctor", "evaluate", "rows", "text", "train", "turns"}
+LEAVES = {
+    "answer",
+    "baselines",
+    "bench",
+    "calibrate",
+    "checkpoint",
+    "demo",
+    "doctor",
+    "evaluate",
+    "rows",
+    "text",
+    "train",
+    "turns",
+}
 CORE = set().union(*LEVELS[:-4])
 FOREIGN = {"torch", "transformers", "tensorflow", "llama_cpp", "llm"}
 
