@@ -6,6 +6,8 @@ seed; nothing has to be downloaded.
 
 from __future__ import annotations
 
+import argparse
+import functools
 import json
 import os
 import platform
@@ -18,6 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dspark_jax import cache as kv
+from dspark_jax import target
 from dspark_jax.config import RopeConfig, TargetConfig
 from dspark_jax.params import Params, is_spec, target_specs
 
@@ -38,6 +42,7 @@ SMOLLM2 = TargetConfig(
 )
 
 SEED = 0
+Subject = Callable[[], float]  # does its work and returns the seconds that it took
 
 
 def random_target(cfg: TargetConfig = SMOLLM2) -> Params:
@@ -52,9 +57,55 @@ def random_target(cfg: TargetConfig = SMOLLM2) -> Params:
     return jax.tree.map(one, target_specs(cfg), is_leaf=is_spec)
 
 
-def interleaved(
-    subjects: Mapping[str, Callable[[], float]], turns: int, repeats: int = 4, pause_s: float = 0.02
-) -> dict[str, list[float]]:
+@functools.partial(jax.jit, donate_argnames=("cache",))
+def step(params: Params, cache: kv.KVCache, grid: jax.Array, context: jax.Array) -> tuple[jax.Array, kv.KVCache]:
+    """Next tokens ``[N]`` of ``grid [1, N]`` after ``context`` cached tokens, and the extended cache."""
+    size = grid.shape[1]
+    batch = kv.pack(grid, jnp.full((1,), size, jnp.int32), context, size)
+    out = target.forward(params, SMOLLM2, batch, cache)
+    logits = target.unembed(params, out.hidden)
+    return jnp.argmax(logits, axis=-1), kv.write(cache, out.k, out.v, batch.rows, batch.positions, batch.valid)
+
+
+def empty_cache(capacity: int) -> kv.KVCache:
+    """A float32 cache of one row."""
+    return kv.empty_cache(SMOLLM2.num_layers, 1, SMOLLM2.num_kv_heads, capacity, SMOLLM2.head_dim, jnp.float32)
+
+
+def timed_step(params: Params, held: list[kv.KVCache], tokens: np.ndarray, context: int) -> Subject:
+    """``step`` over ``tokens [N]`` after ``context`` tokens in ``held[0]``, which the step takes and puts back; subjects may
+    share it."""
+    grid, at = jnp.asarray(tokens[None], jnp.int32), jnp.full((1,), context, jnp.int32)
+
+    def call() -> float:
+        start = time.perf_counter()
+        best, held[0] = step(params, held[0], grid, at)
+        best.block_until_ready()
+        return time.perf_counter() - start
+
+    return call
+
+
+def arguments(doc: str | None, turns: int) -> argparse.ArgumentParser:
+    """The options of every script; ``doc`` is its docstring."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--turns", type=int, default=turns, help="turns of the interleaved run (default %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    return parser
+
+
+def measured(
+    results: dict[str, Any], subjects: Mapping[str, Subject], turns: int, repeats: int = 4, pause_s: float = 0.02
+) -> dict[str, float]:
+    """Median ms of every subject in one interleaved run, also put into ``results`` with what disturbed it."""
+    others = watch_other_work()
+    ms = {name: milliseconds(s) for name, s in interleaved(subjects, turns, repeats, pause_s).items()}
+    results["environment"]["cores_used_by_others"] = others()
+    results["ms"] = ms
+    return ms
+
+
+def interleaved(subjects: Mapping[str, Subject], turns: int, repeats: int = 4, pause_s: float = 0.02) -> dict[str, list[float]]:
     """Seconds per call of every subject, measured in turns so that a slow minute of the machine hits all of them.
 
     A subject returns the seconds it took. In each turn it is called once without being counted, so that its caches and

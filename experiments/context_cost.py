@@ -13,12 +13,9 @@ and XLA's own count of temporary memory.
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +24,20 @@ import jax.numpy as jnp
 import numpy as np
 from common import (
     SMOLLM2,
+    Subject,
+    arguments,
+    empty_cache,
     environment,
-    interleaved,
-    milliseconds,
+    measured,
     print_conditions,
     print_table,
     random_target,
     report,
-    watch_other_work,
+    timed_step,
 )
 
-from dspark_jax import cache as kv
-from dspark_jax import target
 from dspark_jax.decode import decode, prefill
-from dspark_jax.params import Params, abstract, count_bytes, target_specs
+from dspark_jax.params import abstract, count_bytes, target_specs
 from dspark_jax.sampling import SamplingParams, SamplingState
 from dspark_jax.schedule import Autoregressive
 from dspark_jax.state import DecodeState, ModelConfig, new_state
@@ -52,35 +49,11 @@ MEMORY_CAPACITY, MEMORY_ROUNDS = 2048, 32
 MIB = 2**20
 
 
-@functools.partial(jax.jit, donate_argnames=("cache",))
-def step(params: Params, cache: kv.KVCache, grid: jax.Array, context: jax.Array) -> tuple[jax.Array, kv.KVCache]:
-    """Next tokens ``[N]`` of ``grid [1, N]`` after ``context`` cached tokens, and the extended cache."""
-    size = grid.shape[1]
-    batch = kv.pack(grid, jnp.full((1,), size, jnp.int32), context, size)
-    out = target.forward(params, SMOLLM2, batch, cache)
-    logits = target.unembed(params, out.hidden)
-    return jnp.argmax(logits, axis=-1), kv.write(cache, out.k, out.v, batch.rows, batch.positions, batch.valid)
-
-
-def times(turns: int) -> dict[str, float]:
-    """Median ms by "context/capacity/tokens"."""
+def subjects() -> dict[str, Subject]:
+    """Steps by "context/capacity/tokens"; those of one capacity share its cache."""
     params = random_target()
-    layers, heads, width = SMOLLM2.num_layers, SMOLLM2.num_kv_heads, SMOLLM2.head_dim
-    caches = {size: kv.empty_cache(layers, 1, heads, size, width, jnp.float32) for size in (SHORT, LONG)}
-
-    def subject(context: int, capacity: int, size: int) -> Callable[[], float]:
-        grid, at = jnp.ones((1, size), jnp.int32), jnp.full((1,), context, jnp.int32)
-
-        def call() -> float:
-            start = time.perf_counter()
-            best, caches[capacity] = step(params, caches[capacity], grid, at)
-            best.block_until_ready()
-            return time.perf_counter() - start
-
-        return call
-
-    subjects = {f"{c}/{s}/{n}": subject(c, s, n) for c, s in CASES for n in SIZES}
-    return {name: milliseconds(seconds) for name, seconds in interleaved(subjects, turns, repeats=1, pause_s=0.0).items()}
+    held = {capacity: [empty_cache(capacity)] for capacity in (SHORT, LONG)}
+    return {f"{c}/{s}/{n}": timed_step(params, held[s], np.ones(n, np.int32), c) for c, s in CASES for n in SIZES}
 
 
 def resident(field: str) -> int:
@@ -147,9 +120,7 @@ def memory_in_fresh_process(rows: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--turns", type=int, default=30, help="turns of the interleaved run (default 30)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    parser = arguments(__doc__, turns=30)
     parser.add_argument("--memory-of", type=int, metavar="ROWS", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.memory_of:
@@ -157,9 +128,7 @@ def main() -> None:
         return
 
     results: dict[str, Any] = {"environment": environment()}
-    others = watch_other_work()
-    ms = results["ms"] = times(args.turns)
-    results["environment"]["cores_used_by_others"] = others()
+    ms = measured(results, subjects(), args.turns, repeats=1, pause_s=0.0)
     results["capacity_ratio"] = {str(n): ms[f"100/{LONG}/{n}"] / ms[f"100/{SHORT}/{n}"] for n in SIZES}
     print_conditions(results["environment"])
     rows = [

@@ -16,13 +16,10 @@ PyTorch and transformers are needed for the last part only, which is left out wi
 
 from __future__ import annotations
 
-import argparse
-import functools
 import importlib.util
 import inspect
 import os
 import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -30,14 +27,17 @@ import jax.numpy as jnp
 import numpy as np
 from common import (
     SMOLLM2,
+    Subject,
+    arguments,
+    empty_cache,
     environment,
-    interleaved,
-    milliseconds,
+    measured,
     print_conditions,
     print_table,
     random_target,
     report,
-    watch_other_work,
+    step,
+    timed_step,
 )
 
 from dspark_jax import cache as kv
@@ -50,17 +50,6 @@ from dspark_jax.schedule import Autoregressive
 from dspark_jax.state import ModelConfig, new_state
 
 CONTEXT, CAPACITY, ROUNDS = 100, 512, 64
-Subject = Callable[[], float]
-
-
-@functools.partial(jax.jit, donate_argnames=("cache",))
-def step(params: Params, cache: kv.KVCache, grid: jax.Array, context: jax.Array) -> tuple[jax.Array, kv.KVCache]:
-    """Next tokens ``[N]`` of ``grid [1, N]`` after ``context`` cached tokens, and the extended cache."""
-    size = grid.shape[1]
-    batch = kv.pack(grid, jnp.full((1,), size, jnp.int32), context, size)
-    out = target.forward(params, SMOLLM2, batch, cache)
-    logits = target.unembed(params, out.hidden)
-    return jnp.argmax(logits, axis=-1), kv.write(cache, out.k, out.v, batch.rows, batch.positions, batch.valid)
 
 
 @jax.jit
@@ -79,17 +68,8 @@ def products(params: Params, x: jax.Array) -> jax.Array:
 
 
 def our_step(params: Params, tokens: np.ndarray, size: int) -> Subject:
-    empty = kv.empty_cache(SMOLLM2.num_layers, 1, SMOLLM2.num_kv_heads, CAPACITY, SMOLLM2.head_dim, jnp.float32)
-    held = [step(params, empty, jnp.asarray(tokens[None, :CONTEXT]), jnp.zeros(1, jnp.int32))[1]]
-    grid, context = jnp.asarray(tokens[None, CONTEXT : CONTEXT + size]), jnp.full((1,), CONTEXT, jnp.int32)
-
-    def call() -> float:
-        start = time.perf_counter()
-        best, held[0] = step(params, held[0], grid, context)
-        best.block_until_ready()
-        return time.perf_counter() - start
-
-    return call
+    _, cache = step(params, empty_cache(CAPACITY), jnp.asarray(tokens[None, :CONTEXT]), jnp.zeros(1, jnp.int32))
+    return timed_step(params, [cache], tokens[CONTEXT : CONTEXT + size], CONTEXT)
 
 
 def our_loop(params: Params, tokens: np.ndarray) -> Subject:
@@ -189,18 +169,14 @@ def largest_difference(params: Params, model: Any, tokens: np.ndarray) -> float:
 
     size = CONTEXT
     batch = kv.pack(jnp.asarray(tokens[None, :size]), jnp.full((1,), size), jnp.zeros(1, jnp.int32), size)
-    empty = kv.empty_cache(SMOLLM2.num_layers, 1, SMOLLM2.num_kv_heads, CAPACITY, SMOLLM2.head_dim, jnp.float32)
-    ours = target.unembed(params, target.forward(params, SMOLLM2, batch, empty).hidden)
+    ours = target.unembed(params, target.forward(params, SMOLLM2, batch, empty_cache(CAPACITY)).hidden)
     with torch.inference_mode():
         theirs = model(input_ids=torch.from_numpy(tokens[None, :size].astype(np.int64))).logits[0]
     return float(np.abs(np.asarray(ours) - theirs.numpy()).max())
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--turns", type=int, default=12, help="turns of the interleaved run (default 12)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
-    args = parser.parse_args()
+    args = arguments(__doc__, turns=12).parse_args()
     results: dict[str, Any] = {"environment": environment(), "context": CONTEXT, "capacity": CAPACITY}
 
     params = random_target()
@@ -220,10 +196,7 @@ def main() -> None:
         results["hf_logit_difference"] = largest_difference(params, model, tokens)
         subjects |= {f"hf {n}": hf_step(model, tokens, n) for n in (1, 8)}
 
-    others = watch_other_work()
-    ms = {name: milliseconds(s) for name, s in interleaved(subjects, args.turns).items()}
-    results["environment"]["cores_used_by_others"] = others()
-    results["ms"] = ms
+    ms = measured(results, subjects, args.turns)
     ratios = [
         ("our 8 tokens / our 1 token", ms["step 8"] / ms["step 1"], 1.9),
         ("our step / products, 1 token", ms["step 1"] / ms["products 1"], 1.4),
