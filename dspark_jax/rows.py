@@ -73,6 +73,8 @@ def parse_row(fields: Any, index: int) -> Row:
     for name, value in zip(("source", "domain"), names, strict=True):
         if value is not None and not isinstance(value, str):
             raise RowError(f"{name}={value!r} must be text")
+        if isinstance(value, str) and not _is_unicode(value):
+            raise RowError(f"{name} is not valid Unicode")
     domain = names[1] or ""
     source = names[0] or domain or UNNAMED
     ids: tuple[int, ...] | None = None
@@ -94,6 +96,15 @@ def parse_row(fields: Any, index: int) -> Row:
     return Row(index, source, domain, turns, ids, dict(fields))
 
 
+def _is_unicode(text: str) -> bool:
+    """Whether there is no half of a surrogate pair, which JSON can spell and UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _turns(messages: Sequence[Any], where: str) -> tuple[tuple[Message, ...], ...]:
     turns: list[tuple[Message, ...]] = []
     pending: list[Message] = []
@@ -104,14 +115,12 @@ def _turns(messages: Sequence[Any], where: str) -> tuple[tuple[Message, ...], ..
         role, content = message.get("role"), message.get("content")
         if role not in ROLES:
             raise RowError(f"{at}: role={role!r} is unknown; legal: {', '.join(ROLES)}")
-        if not isinstance(content, str) or not content.strip():
-            raise RowError(f"{at}: a message must be text that is not empty")
-        try:
-            content.encode()
-        except UnicodeEncodeError as error:
-            raise RowError(f"{at}: not valid Unicode") from error
         if role == "assistant":
             continue
+        if not isinstance(content, str) or not content.strip():
+            raise RowError(f"{at}: a message must be text that is not empty")
+        if not _is_unicode(content):
+            raise RowError(f"{at}: not valid Unicode")
         pending.append({"role": role, "content": content})
         if role == "user":
             turns.append(tuple(pending))

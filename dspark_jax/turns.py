@@ -13,7 +13,7 @@ from dspark_jax.generate import ALL_ROUNDS
 from dspark_jax.pair import Pair
 from dspark_jax.requests import Plan
 from dspark_jax.rows import BadRow, Message, Row, RowError
-from dspark_jax.sampling import SamplingParams
+from dspark_jax.sampling import GREEDY_BELOW, SamplingParams
 from dspark_jax.schedule import Policy
 from dspark_jax.state import record_confidence
 
@@ -88,12 +88,16 @@ class Form:
             raise RowError(f"{len(ids)} tokens leave no room for an answer in the model's context of {target.max_positions}")
         return ids
 
+    def turns(self, row: Row) -> tuple[tuple[Message, ...], ...]:
+        """The row's turns, with the system message where it has none."""
+        if self.system is None or row.ids is not None or row.turns[0][0]["role"] != "user":
+            return row.turns
+        return (({"role": "system", "content": self.system}, *row.turns[0]), *row.turns[1:])
+
     def messages(self, row: Row, answers: Sequence[str]) -> list[Message]:
         """The conversation up to the answer that follows ``answers``, or up to the last of them where all are given."""
         result: list[Message] = []
-        if self.system is not None and row.turns[0][0]["role"] == "user":
-            result.append({"role": "system", "content": self.system})
-        for number, turn in enumerate(row.turns[: len(answers) + 1]):
+        for number, turn in enumerate(self.turns(row)[: len(answers) + 1]):
             result += turn
             if number < len(answers):
                 result.append({"role": "assistant", "content": answers[number]})
@@ -104,6 +108,17 @@ def seed_of(seed: int, index: int, turn: int) -> int:
     """The seed of one answer: from the run's seed, the row and the turn alone, so that it does not depend on what else is
     answered, or was before."""
     return int(np.random.SeedSequence([seed, index, turn]).generate_state(1, np.uint32)[0])
+
+
+def sampling_of(temperature: float, seed: int, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> SamplingParams:
+    """How a row is sampled; the filters are for the temperatures at which something is drawn.
+
+    Raises:
+      RequestError: a value outside its range.
+    """
+    if temperature < GREEDY_BELOW:
+        return SamplingParams(temperature, seed=seed)
+    return SamplingParams(temperature, top_k, top_p, min_p, seed)
 
 
 def usable(pair: Pair, rows: Sequence[Row], form: Form) -> tuple[list[Row], list[int], list[BadRow]]:

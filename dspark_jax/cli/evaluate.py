@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import shlex
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from dspark_jax.checkpoint import deepspec, source
-from dspark_jax.checkpoint.gguf import GGUFFile, read_config
-from dspark_jax.checkpoint.hf import read_target_config
-from dspark_jax.checkpoint.orbax import read_own_config
-from dspark_jax.cli import options, output
-from dspark_jax.config import DraftConfig, TargetConfig
-from dspark_jax.errors import CheckpointError, RequestError
+from dspark_jax.cli import bad_rows, options, output
+from dspark_jax.cli.models import check_models, load_pairs
+from dspark_jax.errors import RequestError
 from dspark_jax.evaluate import Comparison, Evaluation, TemperatureResult, compare, evaluate
 from dspark_jax.evaluate.metrics import Calibration, Estimate
 from dspark_jax.evaluate.plot import check_plot, plot
 from dspark_jax.evaluate.report import as_json
-from dspark_jax.evaluate.run import sampling_of
-from dspark_jax.pair import DTYPES, Pair, load_pair
+from dspark_jax.pair import DTYPES, Pair
 from dspark_jax.rows import BadRow, Row, read_rows, take_per_source
-from dspark_jax.schedule import FixedLength, Policy, check_policy
-from dspark_jax.state import ModelConfig
-
-SHOWN_BAD_ROWS = 10
+from dspark_jax.schedule import Policy
+from dspark_jax.turns import sampling_of
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -75,10 +66,10 @@ def run(args: argparse.Namespace) -> int:
     rows = take_per_source(rows, args.per_source)
     if args.plot:
         check_plot(args.plot)
-    check_models(args.target, args.draft, policy)
+    check_models(args.target, args.draft, [(args.policy, policy)])
     options.use_compilation_cache(args)
     with output.progress(f"loading {args.target} and {', '.join(args.draft)}"):
-        pairs = _load(args)
+        pairs = load_pairs(args.target, args.draft, args.dtype)
     evaluations = [_evaluate(pair, rows, policy, args) for pair in pairs]
     bad = sorted({*bad, *evaluations[0].skipped}, key=lambda b: b.line)
     comparisons = [c for other in evaluations[1:] for c in compare(evaluations[0], other)]
@@ -110,56 +101,6 @@ def _checked_policy(args: argparse.Namespace) -> Policy:
     return policy
 
 
-def target_config(target: str) -> TargetConfig:
-    """The configuration of a target, without its weights.
-
-    Raises:
-      CheckpointError, ConfigError: it cannot be read.
-    """
-    path = source.resolve_target(target)
-    kind, form = source.detect(path)
-    if kind != "target":
-        raise CheckpointError(f"{path} holds a draft, not a target")
-    if form == "gguf":
-        return read_config(GGUFFile(path))
-    config = read_target_config(path) if form == "hf" else read_own_config(path)[0]
-    assert isinstance(config, TargetConfig)
-    return config
-
-
-def draft_config(draft: str, target: TargetConfig) -> DraftConfig:
-    """The configuration of a draft, without its weights, checked against the target's.
-
-    Raises:
-      CheckpointError, ConfigError: it cannot be read. PairError: it was made for another target.
-    """
-    path = Path(draft)
-    if source.detect(path)[0] != "draft":
-        raise CheckpointError(f"{path} holds a target, not a draft")
-    config = deepspec.read_draft_config(path)
-    deepspec.check_pair(config, target, str(path))
-    return config
-
-
-def check_models(target: str, drafts: Sequence[str], policy: Policy) -> None:
-    """Refuse a draft of another target, or one that the policy does not fit, before any weight is read."""
-    config = target_config(target)
-    for draft in drafts:
-        check_policy(policy, draft_config(draft, config))
-
-
-def _load(args: argparse.Namespace) -> list[Pair]:
-    """All pairs; the target is loaded once."""
-    first = load_pair(args.target, args.draft[0], args.dtype)
-    pairs = [first]
-    for draft in args.draft[1:]:
-        loaded = source.load_draft(draft, first.dtype, first.model.target, first.params["target"])
-        model = ModelConfig(first.model.target, loaded.config)
-        params = {"target": first.params["target"], "draft": loaded.params}
-        pairs.append(dataclasses.replace(first, model=model, params=params, draft_name=draft))
-    return pairs
-
-
 def _evaluate(pair: Pair, rows: Sequence[Row], policy: Policy, args: argparse.Namespace) -> Evaluation:
     console = output.console(stderr=True)
     shown: list[float] = []
@@ -180,7 +121,7 @@ def _evaluate(pair: Pair, rows: Sequence[Row], policy: Policy, args: argparse.Na
             pair,
             rows,
             temperatures=args.temperature,
-            policy=None if policy == FixedLength() else policy,
+            policy=policy,
             max_new_tokens=args.max_new_tokens,
             batch_size=args.batch_size,
             seed=args.seed,
@@ -255,22 +196,12 @@ def _print_report(
         title = f"{c.second} less {c.first}, temperature {c.temperature:g}, accepted length, paired by prompt"
         lines = [[name, f"{d.value:+.2f}", interval(d)] for name, d in names]
         console.print(output.table(title, ("", "difference", "95 %"), lines))
-    print_bad_rows(bad)
+    bad_rows.show(bad)
     console.print(
         "accepted: tokens committed / rounds, the target's own token included; by prompt: mean of the prompts' own means;"
         " mean of sources: every source counts the same. Intervals: bootstrap by prompt.",
         markup=False,
     )
-
-
-def print_bad_rows(bad: Sequence[BadRow]) -> None:
-    """What was left out, on stderr."""
-    if bad:
-        print(f"dspark: warning: {len(bad)} rows were left out", file=sys.stderr)
-    for row in bad[:SHOWN_BAD_ROWS]:
-        print(f"  line {row.line}: {' '.join(row.why.split())}", file=sys.stderr)
-    if len(bad) > SHOWN_BAD_ROWS:
-        print(f"  and {len(bad) - SHOWN_BAD_ROWS} more", file=sys.stderr)
 
 
 def _report(

@@ -10,22 +10,11 @@ from dspark_jax.errors import RequestError
 from dspark_jax.evaluate.report import Evaluation, summarise
 from dspark_jax.pair import Pair
 from dspark_jax.rows import Row, parse_row
-from dspark_jax.sampling import GREEDY_BELOW, SamplingParams
+from dspark_jax.sampling import SamplingParams
 from dspark_jax.schedule import FixedLength, Policy, check_policy
-from dspark_jax.turns import Conversation, Form, batches, converse, seed_of, usable
+from dspark_jax.turns import Conversation, Form, batches, converse, sampling_of, seed_of, usable
 
 Progress = Callable[[int, int, float], None]
-
-
-def sampling_of(temperature: float, seed: int, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> SamplingParams:
-    """How a row is sampled; the filters are for the temperatures at which something is drawn.
-
-    Raises:
-      RequestError: a value outside its range.
-    """
-    if temperature < GREEDY_BELOW:
-        return SamplingParams(temperature, seed=seed)
-    return SamplingParams(temperature, top_k, top_p, min_p, seed)
 
 
 def evaluate(
