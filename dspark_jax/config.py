@@ -85,6 +85,12 @@ class DraftConfig:
     confidence_head: bool
     confidence_with_markov: bool
     num_anchors: int = 512  # training only; kept so that a checkpoint survives the round trip
+    draft_vocab_size: int | None = None  # None: the target's whole vocabulary; else the number of ids that can be drafted
+
+    @property
+    def head_size(self) -> int:
+        """Number of ids that the drafter's head and W2 range over."""
+        return self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
 
 
 _MISSING = object()
@@ -423,6 +429,7 @@ _DRAFT_KEYS = (
     "enable_confidence_head",
     "confidence_head_with_markov",
     "num_anchors",
+    "draft_vocab_size",
 )
 
 
@@ -482,7 +489,11 @@ def draft_config_from_hf(cfg: Mapping[str, Any], source: str = "config.json") ->
     with_markov = _get(cfg, "confidence_head_with_markov", source, bool, False)
     if confidence and with_markov and rank == 0:
         raise ConfigError(f"{source}: confidence_head_with_markov=true needs markov_rank > 0, got 0")
+    reduced = _get(cfg, "draft_vocab_size", source, int, None)
+    if reduced is not None and not 1 <= reduced <= vocab:
+        raise ConfigError(f"{source}: draft_vocab_size={reduced} must lie in [1, vocab_size={vocab}]")
     return DraftConfig(
+        draft_vocab_size=reduced,
         block_size=_positive(cfg, "block_size", source),
         mask_token_id=mask,
         target_layer_ids=tuple(map(int, ids)),
@@ -555,4 +566,4 @@ def draft_config_to_hf(cfg: DraftConfig) -> dict[str, Any]:
         "enable_confidence_head": cfg.confidence_head,
         "confidence_head_with_markov": cfg.confidence_with_markov,
         "num_anchors": cfg.num_anchors,
-    }
+    } | ({} if cfg.draft_vocab_size is None else {"draft_vocab_size": cfg.draft_vocab_size})

@@ -29,6 +29,16 @@ class Pair:
     draft_name: str | None = None
 
 
+def with_draft_head(params: Params) -> Params:
+    """``params`` with the rows of the target's LM head that a reduced draft vocabulary uses, copied out once."""
+    draft = params.get("draft", {})
+    if "vocabulary" not in draft:
+        return params
+    target = params["target"]
+    head = target["head"] if "head" in target else target["embed"]
+    return params | {"draft": draft | {"head": head[draft["vocabulary"]]}}
+
+
 def load_pair(
     target: str | os.PathLike[str],
     draft: str | os.PathLike[str] | None = None,
@@ -65,4 +75,5 @@ def load_pair(
         loaded_draft = load_draft(draft, DTYPES[dtype], loaded.config, loaded.params)
         draft_config, params["draft"] = loaded_draft.config, loaded_draft.params
     model = ModelConfig(loaded.config, draft_config)
+    params = with_draft_head(params)
     return Pair(model, params, DTYPES[dtype], tokenizer, str(target), None if draft is None else str(draft))

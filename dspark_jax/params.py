@@ -5,7 +5,8 @@ checkpoint's orientation [out, in]. Initialisation, conversion, restoring and sh
 
 Target: ``{"embed": [V,D], "layers": {...: [L, ...]}, "norm": [D], "head": [V,D]}`` (``head`` only when untied).
 Draft: ``{"fc": [D, m D_target], "context_norm": [D], "layers": {...}, "norm": [D], "markov": {...}, "confidence": {...}}``;
-embedding and LM head are the target's own and are not part of the tree.
+embedding and LM head are the target's own and are not part of the tree. A reduced draft vocabulary adds ``"vocabulary"``,
+int32 ``[W]``: the target ids that can be drafted, rising.
 """
 
 from __future__ import annotations
@@ -28,13 +29,17 @@ class ParamSpec:
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
-    init: str  # "normal" | "ones" | "zeros"
+    init: str  # "normal" | "ones" | "zeros" | "ids" (int32; in a checkpoint, offsets from the index: d2t)
     name: str
 
     def __post_init__(self) -> None:
         named = [a for a in self.axes if a is not None]
         if len(self.axes) != len(self.shape) or len(set(named)) != len(named):
             raise ConfigError(f"{self.name}: axes {self.axes} do not fit shape {self.shape}")
+
+    @property
+    def integer(self) -> bool:
+        return self.init == "ids"
 
     @property
     def stacked(self) -> bool:
@@ -95,7 +100,7 @@ def draft_specs(cfg: DraftConfig) -> dict[str, Any]:
     if r:
         markov = {
             "w1": ParamSpec((v, r), (None, None), "normal", "markov_head.markov_w1.weight"),
-            "w2": ParamSpec((v, r), (None, None), "normal", "markov_head.markov_w2.weight"),
+            "w2": ParamSpec((cfg.head_size, r), (None, None), "normal", "markov_head.markov_w2.weight"),
         }
         width, name = {"vanilla": (0, ""), "gated": (r, "gate_proj"), "rnn": (3 * r, "joint_proj")}[cfg.markov_head_type]
         if width:
@@ -103,6 +108,8 @@ def draft_specs(cfg: DraftConfig) -> dict[str, Any]:
             markov["proj"] = ParamSpec((width, inputs), (None, None), "normal", f"markov_head.{name}.weight")
             markov["bias"] = ParamSpec((width,), (None,), "zeros", f"markov_head.{name}.bias")
         specs["markov"] = markov
+    if cfg.draft_vocab_size is not None:
+        specs["vocabulary"] = ParamSpec((cfg.head_size,), (None,), "ids", "d2t")
     if cfg.confidence_head:
         inputs = d + (r if cfg.confidence_with_markov else 0)
         specs["confidence"] = {
@@ -118,15 +125,17 @@ def is_spec(x: Any) -> bool:
 
 def abstract(specs: dict[str, Any], dtype: Any) -> Params:
     """The tree of ``jax.ShapeDtypeStruct`` that ``specs`` describes."""
-    return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, dtype), specs, is_leaf=is_spec)
+    return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.int32 if s.integer else dtype), specs, is_leaf=is_spec)
 
 
 def init_params(specs: dict[str, Any], key: jax.Array, dtype: Any, scale: float = 0.02) -> Params:
-    """Fresh parameters: normals of standard deviation ``scale``, ones for norms, zeros for biases."""
+    """Fresh parameters: normals of standard deviation ``scale``, ones for norms, zeros for biases, the first ids."""
     leaves, tree = jax.tree.flatten(specs, is_leaf=is_spec)
     keys = jax.random.split(key, len(leaves))
 
     def one(spec: ParamSpec, k: jax.Array) -> jax.Array:
+        if spec.integer:
+            return jnp.arange(spec.shape[0], dtype=jnp.int32)
         if spec.init == "normal":
             return (scale * jax.random.normal(k, spec.shape, jnp.float32)).astype(dtype)
         return jnp.full(spec.shape, 1.0 if spec.init == "ones" else 0.0, dtype)

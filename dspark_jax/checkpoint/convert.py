@@ -106,7 +106,7 @@ def _rows(opened: _Opened, to_own: bool, dtype: np.dtype[Any] | None) -> Iterabl
     for path, spec in spec_leaves(orbax.specs_of(opened.config)):
         shape = spec.shape[1:] if spec.stacked else spec.shape
         item = by_path.get(path)
-        leaf_dtype = str(item.dtype(dtype) if item else dtype or opened.stored[path])
+        leaf_dtype = str(item.dtype(dtype) if item else opened.stored[path] if spec.integer else dtype or opened.stored[path])
         for i, name in enumerate(_layer_names(spec)):
             leaf = f"{path}[{i}]" if spec.stacked else path
             destination, out_shape = (leaf, spec.shape) if to_own else (name, shape)

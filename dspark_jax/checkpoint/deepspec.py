@@ -122,6 +122,21 @@ def check_shared(shared: dict[str, LazyTensor], target_params: Params) -> None:
             )
 
 
+def check_vocabulary(config: DraftConfig, params: Params, where: str) -> None:
+    """Refuse a reduced draft vocabulary that is not made of rising ids of the target.
+
+    Raises:
+      CheckpointError: naming the value.
+    """
+    if config.draft_vocab_size is None:
+        return
+    ids = np.asarray(params["vocabulary"])
+    if ids[0] < 0 or ids[-1] >= config.vocab_size or (np.diff(ids) <= 0).any():
+        raise CheckpointError(
+            f"{where}: the draft vocabulary must hold rising ids in [0, {config.vocab_size}); it runs from {ids[0]} to {ids[-1]}"
+        )
+
+
 def load_draft(
     source: str | Path,
     dtype: Any,
@@ -147,7 +162,9 @@ def load_draft(
         )
     if target_params is not None:
         check_shared(shared, target_params)
-    return config, build_tree(materialise(assignments, as_dtype(dtype), shardings))
+    params = build_tree(materialise(assignments, as_dtype(dtype), shardings))
+    check_vocabulary(config, params, str(directory))
+    return config, params
 
 
 def _tensors(
@@ -163,7 +180,8 @@ def _tensors(
                 )
             yield name, np.asarray(array).astype(stored, copy=False)
     for name, array in named_tensors(draft_specs(config), params):
-        yield name, array if dtype is None else array.astype(dtype, copy=False)
+        kept = dtype is None or np.issubdtype(array.dtype, np.integer)
+        yield name, array if kept else array.astype(dtype, copy=False)
 
 
 def save_draft(

@@ -14,6 +14,7 @@ from dspark_jax.checkpoint.files import copy_text_files, new_directory, read_jso
 from dspark_jax.checkpoint.hf import read_target_config
 from dspark_jax.checkpoint.tensors import (
     DTYPES,
+    INTEGERS,
     as_dtype,
     build_tree,
     check_finite,
@@ -137,11 +138,12 @@ def read_own_config(directory: Path) -> tuple[TargetConfig | DraftConfig, dict[s
     dtypes = {}
     for path, spec in specs.items():
         entry = stored[path] if isinstance(stored[path], dict) else {}
-        if entry.get("shape") != list(spec.shape) or entry.get("dtype") not in DTYPES:
+        legal = INTEGERS if spec.integer else DTYPES
+        if entry.get("shape") != list(spec.shape) or entry.get("dtype") not in legal:
             raise CheckpointError(
-                f"{marker}: {path} is {entry}, expected shape {shape_text(spec.shape)} and one of {', '.join(DTYPES)}"
+                f"{marker}: {path} is {entry}, expected shape {shape_text(spec.shape)} and one of {', '.join(legal)}"
             )
-        dtypes[path] = DTYPES[entry["dtype"]]
+        dtypes[path] = legal[entry["dtype"]]
     return config, dtypes
 
 
@@ -186,7 +188,7 @@ def load_own(directory: str | Path, dtype: Any = None, shardings: Any = None) ->
     leaves = []
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         for leaf, spec in specs:  # one at a time, so that the host holds one leaf in its stored form besides the result
-            array = _restore_leaf(checkpointer, path, leaf, _abstract(leaf, spec, wanted or stored[leaf], shardings))
+            array = _restore_leaf(checkpointer, path, leaf, _abstract(leaf, spec, stored[leaf] if spec.integer else wanted or stored[leaf], shardings))
             for shard in array.addressable_shards:
                 if shard.replica_id == 0:
                     check_finite(np.asarray(shard.data), str(path), leaf)

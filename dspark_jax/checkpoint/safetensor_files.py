@@ -11,12 +11,15 @@ from typing import Any
 import numpy as np
 
 from dspark_jax.checkpoint.files import read_json, write_json
-from dspark_jax.checkpoint.tensors import DTYPES, LazyTensor, aligned_empty
+from dspark_jax.checkpoint.tensors import DTYPES, INTEGERS, LazyTensor, aligned_empty
 from dspark_jax.errors import CheckpointError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-_NAMES = {"F32": DTYPES["float32"], "BF16": DTYPES["bfloat16"], "F16": DTYPES["float16"]}
+_NAMES = {"F32": DTYPES["float32"], "BF16": DTYPES["bfloat16"], "F16": DTYPES["float16"]} | {
+    "I32": INTEGERS["int32"],
+    "I64": INTEGERS["int64"],
+}
 _CODES = {dtype: code for code, dtype in _NAMES.items()}
 _PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 _MAX_HEADER = 100_000_000

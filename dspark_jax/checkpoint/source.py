@@ -233,4 +233,5 @@ def load_draft(
         return LoadedDraft(*deepspec.load_draft(path, dtype, target_config, target_params, shardings))
     config, params = load_own(path, dtype, shardings)
     assert isinstance(config, DraftConfig)
+    deepspec.check_vocabulary(config, params, str(path))
     return LoadedDraft(config, params)

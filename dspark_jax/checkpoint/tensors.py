@@ -19,6 +19,7 @@ DTYPES = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "float16": np.dtype(np.float16),
 }
+INTEGERS = {"int32": np.dtype(np.int32), "int64": np.dtype(np.int64)}
 IGNORED = (r"(^|\.)rotary_emb\.inv_freq$",)  # buffers that old exports carry; recomputed from the configuration
 _ALIASES = {
     "confidence_head.weight": "confidence_head.proj.weight",
@@ -53,6 +54,8 @@ class Assignment:
         Raises:
           CheckpointError: nothing is wanted and the layers are stored in different types.
         """
+        if self.spec.integer:
+            return INTEGERS["int32"]
         if wanted is not None:
             return wanted
         stored = {t.dtype for t in self.tensors if t.dtype is not None} or {np.dtype(np.float32)}
@@ -169,10 +172,10 @@ def plan(
             if tensor is None:
                 if canonical(name) not in optional:
                     problems.append(f"{source}: tensor {name} of shape {shape_text(shape)} is missing")
-            elif tensor.dtype is None:
+            elif tensor.dtype is None or (tensor.dtype in INTEGERS.values()) != spec.integer:
                 problems.append(
                     f"{tensor.where}: {tensor.name} {shape_text(tensor.shape)} has type {tensor.dtype_name};"
-                    f" supported: F32, F16, BF16, expected shape {shape_text(shape)}"
+                    f" supported: {'I32, I64' if spec.integer else 'F32, F16, BF16'}, expected shape {shape_text(shape)}"
                 )
             elif tensor.shape != shape:
                 problems.append(
@@ -229,12 +232,27 @@ def read_checked(tensor: LazyTensor) -> np.ndarray:
 def _host_leaf(item: Assignment, dtype: np.dtype[Any]) -> np.ndarray:
     if not item.tensors:
         return np.zeros(item.spec.shape, dtype)
+    if item.spec.integer:
+        tensor = item.tensors[0]
+        return ids_from_offsets(read_checked(tensor), f"{tensor.where}: {tensor.name}")
     if not item.spec.stacked:
         return read_checked(item.tensors[0]).astype(dtype, copy=False)
     out = aligned_empty(item.spec.shape, dtype)
     for layer, tensor in enumerate(item.tensors):
         out[layer] = read_checked(tensor).astype(dtype, copy=False)
     return out
+
+
+def ids_from_offsets(offsets: np.ndarray, where: str) -> np.ndarray:
+    """Rising ids, int32, from their offsets to their index.
+
+    Raises:
+      CheckpointError: ids that are negative or do not rise.
+    """
+    ids = np.arange(len(offsets)) + offsets.astype(np.int64)
+    if len(ids) and (ids[0] < 0 or ids[-1] >= 2**31 or (np.diff(ids) <= 0).any()):
+        raise CheckpointError(f"{where} must hold offsets i -> id - i of rising ids; it gives {ids[:4].tolist()} …")
+    return ids.astype(np.int32)
 
 
 def sharding_of(shardings: Any, path: str) -> jax.sharding.Sharding | None:
@@ -288,7 +306,9 @@ def named_tensors(specs: Mapping[str, Any], params: Params) -> Iterator[tuple[st
     check_tree(specs, params)
     for path, spec in spec_leaves(specs):
         host = np.asarray(tree_leaf(params, path))
-        if spec.stacked:
+        if spec.integer:
+            yield spec.name, host.astype(np.int64) - np.arange(len(host))
+        elif spec.stacked:
             for i in range(spec.shape[0]):
                 yield spec.name.format(i=i), host[i]
         else:

@@ -25,6 +25,7 @@ from dspark_jax.train.rows import Example
 
 MARKER = "features.json"
 VERSION = 1
+STEP_OF_LENGTHS = 64
 
 
 class Features(flax.struct.PyTreeNode):
@@ -99,13 +100,17 @@ class FeatureCache:
         array = self._arrays[name]
         return array.view(self.dtype) if name != "normaliser" else array
 
-    def put(self, start: int, features: Features, count: int) -> None:
-        stop = start + count
-        for name in self._shapes:
-            value = np.asarray(getattr(features, name))[:count]
-            if not np.isfinite(value.astype(np.float32).sum()):
-                raise RequestError(f"the target's {name} are not finite for tokens {start} to {stop} of the data")
-            self._view(name)[start:stop] = value.astype(self._view(name).dtype)
+    def put(self, rows: Sequence[int], features: Features) -> None:
+        """Store features of conversations ``rows``, which lie end to end."""
+        at = 0
+        for row in rows:
+            start, stop = self.starts[row], self.starts[row + 1]
+            for name in self._shapes:
+                value = np.asarray(getattr(features, name))[at : at + stop - start]
+                if not np.isfinite(value.astype(np.float32).sum()):
+                    raise RequestError(f"the target's {name} are not finite for conversation {row} of the data")
+                self._view(name)[start:stop] = value.astype(self._view(name).dtype)
+            at += stop - start
 
     def flush(self) -> None:
         for array in self._arrays.values():
@@ -171,11 +176,10 @@ def make_cache(
             cache.open("w+")
         except OSError as error:
             raise RequestError(f"--cache={directory} cannot be written: {error}") from error
-    longest = max(len(e.tokens) for e in examples)
-    tokens = max(tokens, longest)
-    rows_most = max(1, tokens // 256)
+    # Attention costs rows x length^2: conversations of similar length go together, and few lengths are compiled.
+    order = np.argsort([len(e.tokens) for e in examples], kind="stable")
     chunk = 256
-    tokens = -(-tokens // chunk) * chunk
+    tokens = -(-max(tokens, max(len(e.tokens) for e in examples)) // chunk) * chunk
 
     @jax.jit
     def run(params: Params, batch: TokenBatch) -> Features:
@@ -189,11 +193,17 @@ def make_cache(
         temp.replace(path)
 
     while done < len(examples):
+        length = -(-len(examples[order[done]].tokens) // STEP_OF_LENGTHS) * STEP_OF_LENGTHS
+        rows = max(1, tokens // max(length - STEP_OF_LENGTHS, STEP_OF_LENGTHS))
         stop, total = done, 0
-        while stop < len(examples) and stop - done < rows_most and total + len(examples[stop].tokens) <= tokens:
-            total += len(examples[stop].tokens)
-            stop += 1
-        cache.put(int(cache.starts[done]), run(params, token_batch(examples[done:stop], rows_most, tokens, longest)), total)
+        while stop < min(len(examples), done + rows):
+            size = len(examples[order[stop]].tokens)
+            if size > length or total + size > tokens:
+                break
+            stop, total = stop + 1, total + size
+        group = [int(i) for i in order[done:stop]]
+        found = run(params, token_batch([examples[i] for i in group], rows, tokens, length))
+        cache.put(group, jax.device_get(found))
         done = stop
         save(done)
         progress(done, len(examples))
