@@ -41,17 +41,26 @@ def propose(model: ModelConfig, params: Params, state: DecodeState, slots: int, 
         hidden = draft.block_hidden(
             params["draft"], model.drafter, params["target"]["embed"], anchor, state.context, state.draft_context
         )[:, :slots]
-        base = target.unembed(params["target"], hidden)
+        kept = params["draft"].get("vocabulary")  # ids of a reduced draft vocabulary; q is zero outside
+        vocab = model.target.vocab_size
+        base = target.unembed(params["target"] if kept is None else params["draft"], hidden)
+
+    def whole(logits: jax.Array) -> jax.Array:
+        if kept is None:
+            return logits
+        full = jnp.full((logits.shape[0], vocab), -jnp.inf, logits.dtype)
+        return full.at[:, kept].set(logits)
 
     def pick(slot: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
         def sampled() -> tuple[jax.Array, jax.Array]:
-            log_q, _ = log_probs(logits, state.sampling)
+            log_q, _ = log_probs(whole(logits), state.sampling)
             at = (state.length + slot)[:, None]
-            noise = gumbel(state.sampling.key, at, Purpose.DRAFT, logits.shape[-1])[:, 0]
+            noise = gumbel(state.sampling.key, at, Purpose.DRAFT, vocab)[:, 0]
             return draw(log_q, noise), log_q
 
         def best() -> tuple[jax.Array, jax.Array]:
-            return best_token(logits), jnp.zeros_like(logits)
+            token = best_token(logits)
+            return token if kept is None else kept[token], jnp.zeros((logits.shape[0], vocab), jnp.float32)
 
         return jax.lax.cond(greedy, best, sampled)
 
