@@ -197,11 +197,21 @@ def _print_report(
         lines = [[name, f"{d.value:+.2f}", interval(d)] for name, d in names]
         console.print(output.table(title, ("", "difference", "95 %"), lines))
     bad_rows.show(bad)
+    if chosen_slots(args.policy):
+        console.print(
+            f"Policy {args.policy} checks the slots it believes in: acceptance by slot and calibration are of these slots alone.",
+            markup=False,
+        )
     console.print(
         "accepted: tokens committed / rounds, the target's own token included; by prompt: mean of the prompts' own means;"
         " mean of sources: every source counts the same. Intervals: bootstrap by prompt.",
         markup=False,
     )
+
+
+def chosen_slots(policy: str) -> bool:
+    """Whether what is checked depends on the drafts, so that the slots that were seen are no fair sample."""
+    return not policy.startswith("fixed")
 
 
 def _report(
@@ -219,6 +229,7 @@ def _report(
         "prompts": args.prompts,
         "per_source": args.per_source,
         "policy": args.policy,
+        "chosen_slots": chosen_slots(args.policy),
         "max_new_tokens": args.max_new_tokens,
         "batch_size": args.batch_size,
         "seed": args.seed,
