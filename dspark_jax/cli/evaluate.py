@@ -199,7 +199,7 @@ def _print_report(
     bad_rows.show(bad)
     if chosen_slots(args.policy):
         console.print(
-            f"Policy {args.policy} checks the slots it believes in: acceptance by slot and calibration are of these slots alone.",
+            f"Policy {args.policy} checks the slots it believes in: acceptance by slot and calibration are of these alone.",
             markup=False,
         )
     console.print(
