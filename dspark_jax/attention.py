@@ -30,10 +30,10 @@ def attend(
     k: jax.Array,
     v: jax.Array,
     block_mask: jax.Array,
-    cache: KVCache | None,
+    cache: KVCache,
     layer: jax.Array,
     context: jax.Array,
-    bucket: jax.Array | None,
+    bucket: jax.Array,
     window: jax.Array | None,
 ) -> jax.Array:
     """Softmax attention of one layer.
@@ -41,7 +41,7 @@ def attend(
     Args:
       q: ``[B, T, Q, H]``, rotated; k, v: ``[B, T, K, H]`` of this pass.
       block_mask: bool ``[B, T, T]``, which slot sees which.
-      cache: read only, valid on ``[0, context[b])``; layer: index into it. None: nothing but the pass itself is seen.
+      cache: read only, valid on ``[0, context[b])``; layer: index into it.
       bucket: from ``context_bucket``; rows that it did not count come out as garbage.
       window: int32 scalar, width of the sliding window (0: none), or None when no layer has one. A query at position p
         sees keys at positions above p - window; slot t stands at position context + t.
@@ -68,14 +68,6 @@ def attend(
     block_mask = block_mask.reshape(rows, 1, group * width, width)
     own = jnp.where(block_mask, _scores(folded, k), MASKED)
 
-    def unfold(out: jax.Array) -> jax.Array:
-        return out.reshape(rows, kv_heads, group, width, head_dim).transpose(0, 3, 1, 2, 4).reshape(q.shape)
-
-    if cache is None:
-        weight = jnp.exp(own - own.max(-1, keepdims=True))
-        out = _mix(weight.astype(q.dtype), v) / weight.sum(-1, keepdims=True)
-        return unfold(out.astype(q.dtype))
-
     def over(size: int) -> jax.Array:
         shape = (1, rows, kv_heads, size, head_dim)
         start = (layer, *(jnp.zeros((), layer.dtype),) * 4)
@@ -100,8 +92,56 @@ def attend(
 
     sizes = context_sizes(cache.capacity)
     if len(sizes) == 1:
-        return unfold(over(sizes[0]))
-    return unfold(jax.lax.switch(bucket, [functools.partial(over, size) for size in sizes]))
+        out = over(sizes[0])
+    else:
+        out = jax.lax.switch(bucket, [functools.partial(over, size) for size in sizes])
+    out = out.reshape(rows, kv_heads, group, width, head_dim).transpose(0, 3, 1, 2, 4)
+    return out.reshape(rows, width, heads, head_dim)
+
+
+def causal(q: jax.Array, k: jax.Array, v: jax.Array, window: jax.Array | None) -> jax.Array:
+    """Causal softmax attention of whole sequences that all start at position 0, without a cache.
+
+    Queries are taken in blocks, each against the keys up to its own end: half the work, and scores that stay in a
+    processor's cache.
+
+    Args:
+      q: ``[B, T, Q, H]``, rotated; k, v: ``[B, T, K, H]``; window: as in ``attend``.
+
+    Returns: ``[B, T, Q, H]`` in the dtype of ``q``; a padded slot sees what lies before it.
+    """
+    rows, length, heads, head_dim = q.shape
+    kv_heads = k.shape[2]
+    group = heads // kv_heads
+    block = max(64, -(-length // 8))
+    q = (q * jnp.asarray(head_dim**-0.5, q.dtype)).reshape(rows, length, kv_heads, group, head_dim)
+    k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
+    parts = []
+    for start in range(0, length, block):
+        stop = min(start + block, length)
+        size = stop - start
+        mine = q[:, start:stop].transpose(0, 2, 3, 1, 4).reshape(rows, kv_heads, group * size, head_dim)
+        at = jnp.arange(start, stop, dtype=jnp.int32)[:, None]
+        # Keys before the block are seen by all of it; a window hides some of those too.
+        pieces = [(0, start, window is not None)] if start else []
+        scores = []
+        for first, last, masked in [*pieces, (start, stop, True)]:
+            score = _scores(mine, k[:, :, first:last])
+            if masked:
+                key = jnp.arange(first, last, dtype=jnp.int32)[None]
+                seen = key <= at
+                if window is not None:
+                    seen = seen & ((window == 0) | (key > at - window))
+                seen = jnp.broadcast_to(seen[None], (group, size, last - first)).reshape(group * size, last - first)
+                score = jnp.where(seen[None, None], score, MASKED)
+            scores.append((score, v[:, :, first:last]))
+        top = functools.reduce(jnp.maximum, [score.max(-1, keepdims=True) for score, _ in scores])
+        weights = [(jnp.exp(score - top), value) for score, value in scores]
+        total = functools.reduce(jnp.add, [weight.sum(-1, keepdims=True) for weight, _ in weights])
+        out = functools.reduce(jnp.add, [_mix(weight.astype(q.dtype), value) for weight, value in weights]) / total
+        out = out.reshape(rows, kv_heads, group, size, head_dim).transpose(0, 3, 1, 2, 4)
+        parts.append(out.astype(q.dtype))
+    return jnp.concatenate(parts, axis=1).reshape(rows, length, heads, head_dim)
 
 
 def _scores(q: jax.Array, k: jax.Array) -> jax.Array:

@@ -8,9 +8,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from dspark_jax.decode import decode
-from dspark_jax.errors import RequestError
 from dspark_jax.pair import Pair
-from dspark_jax.requests import Output, Plan, Prompt
+from dspark_jax.requests import Output, Plan, Prompt, whole
 from dspark_jax.sampling import SamplingParams
 from dspark_jax.schedule import Policy
 from dspark_jax.state import RUNNING, STOP
@@ -80,8 +79,7 @@ def stream(
     The text of a request's deltas, joined, is its ``Output.text``; a character is never cut in half. Arguments and errors
     are those of ``generate``; they are checked at the call, before the first delta is asked for.
     """
-    if isinstance(rounds_per_update, bool) or not isinstance(rounds_per_update, int) or rounds_per_update < 1:
-        raise RequestError(f"rounds_per_update={rounds_per_update!r} must be an integer of at least 1")
+    rounds_per_update = whole("rounds_per_update", rounds_per_update, 1)
     plan = Plan.make(pair, prompts, sampling, scheduler, max_new_tokens, stop_token_ids, batch_size, prefill_chunk)
     return _deltas(plan, rounds_per_update)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -82,9 +83,9 @@ class Plan:
         chunk: int | None,
     ) -> Plan:
         vocab = pair.model.target.vocab_size
-        if isinstance(prompts, str) or not isinstance(prompts, Sequence):
+        if isinstance(prompts, str | bytes | bytearray | memoryview) or not isinstance(prompts, Sequence):
             raise RequestError(f"prompts must be a list of prompts, got {type(prompts).__name__}")
-        max_new_tokens = _whole("max_new_tokens", max_new_tokens, 0)
+        max_new_tokens = whole("max_new_tokens", max_new_tokens, 0)
         if isinstance(sampling, SamplingParams) or sampling is None:
             sampling = [sampling or SamplingParams()] * len(prompts)
         if not isinstance(sampling, Sequence):
@@ -93,7 +94,7 @@ class Plan:
             raise RequestError(
                 f"sampling must be one SamplingParams or one per prompt: {len(prompts)} prompts, {len(sampling)} given"
             )
-        if not isinstance(stop_token_ids, Sequence | np.ndarray | None):
+        if isinstance(stop_token_ids, str | bytes | bytearray) or not isinstance(stop_token_ids, Sequence | np.ndarray | None):
             raise RequestError(f"stop_token_ids must be a list of token ids or None, got {type(stop_token_ids).__name__}")
         stops = pair.model.target.eos_token_ids if stop_token_ids is None else tuple(stop_token_ids)
         _check_ids("stop_token_ids", stops, vocab)
@@ -102,10 +103,10 @@ class Plan:
         slots = check_policy(scheduler, pair.model.draft)
         ids = [_encode(pair, prompt, i) for i, prompt in enumerate(prompts)]
         size = batch_size if batch_size is not None else max(1, min(len(ids), MAX_BATCH))
-        size = _whole("batch_size", size, 1)
+        size = whole("batch_size", size, 1)
         longest = max((len(p) for p in ids), default=1)
         chunk = chunk_for(longest) if chunk is None else chunk
-        chunk = _whole("prefill_chunk", chunk, 1)
+        chunk = whole("prefill_chunk", chunk, 1)
         return Plan(pair, ids, list(sampling), scheduler, slots, max_new_tokens, tuple(stops), size, chunk)
 
     def groups(self) -> Iterator[Group]:
@@ -186,18 +187,30 @@ def acceptance_by_position(verified: np.ndarray, accepted: np.ndarray, slots: in
     return tuple(a / c if c else float("nan") for a, c in zip(kept, checked, strict=True))
 
 
-def _whole(name: str, value: Any, least: int) -> int:
+def _index(value: Any) -> int | None:
+    """``value`` as a Python integer, whatever integer type it has; None for anything else, booleans included."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
+def whole(name: str, value: Any, least: int) -> int:
     """``value`` as a Python integer: a narrow NumPy one would wrap where it is added to."""
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
+    index = _index(value)
+    if index is None or index < least:
         raise RequestError(f"{name}={value!r} must be an integer of at least {least}")
-    return int(value)
+    return index
 
 
 def _check_ids(name: str, ids: Sequence[Any], vocab: int) -> None:
     for i in ids:
-        if isinstance(i, bool) or not isinstance(i, (int, np.integer)):
+        index = _index(i)
+        if index is None:
             raise RequestError(f"{name} holds {i!r}; token ids are integers")
-        if not 0 <= i < vocab:
+        if not 0 <= index < vocab:
             raise RequestError(f"{name} holds token id {i}, outside [0, {vocab})")
 
 
@@ -213,7 +226,7 @@ def _encode(pair: Pair, prompt: Prompt, index: int) -> list[int]:
             raise RequestError(f"{name} is text, but {pair.target_name} has no tokenizer.json; give token ids")
         encode: Any = pair.tokenizer.encode if isinstance(prompt, str) else pair.tokenizer.encode_chat
         ids = encode(prompt)
-    elif isinstance(prompt, Sequence | np.ndarray):
+    elif isinstance(prompt, Sequence | np.ndarray) and not isinstance(prompt, bytes | bytearray | memoryview):
         ids = list(prompt)
     else:
         raise RequestError(f"{name} must be text, token ids or chat messages, got {type(prompt).__name__}")

@@ -87,7 +87,10 @@ def forward(
             y = layers.rms_norm(x, layer["attn_norm"], cfg.rms_norm_eps)
             q, k, v = qkv(y, layer, cfg, angles)
             grid_q, grid_k, grid_v = (to_grid(batch, a) for a in (q, k, v))
-            out = attention.attend(grid_q, grid_k, grid_v, causal, cache, index, batch.context, bucket, window)
+            if cache is None or bucket is None:
+                out = attention.causal(grid_q, grid_k, grid_v, window)
+            else:
+                out = attention.attend(grid_q, grid_k, grid_v, causal, cache, index, batch.context, bucket, window)
             x = x + layers.linear(from_grid(batch, out).reshape(x.shape[0], -1), layer["o"])
         with jax.named_scope("target_mlp"):
             x = x + layers.gated_mlp(layers.rms_norm(x, layer["mlp_norm"], cfg.rms_norm_eps), layer)

@@ -14,7 +14,8 @@ from dspark_jax import attention, bench, draft, target
 from dspark_jax.bench import PLAIN, Case, Run, Timing, measure, summarise, timed_generate, warm_up
 from dspark_jax.cache import KVCache, context_sizes, pack
 from dspark_jax.cli import main
-from dspark_jax.generate import generate
+from dspark_jax.errors import RequestError
+from dspark_jax.generate import generate, stream
 from dspark_jax.requests import Output, Stats
 from dspark_jax.sampling import SamplingParams
 from dspark_jax.schedule import Autoregressive, FixedLength
@@ -200,3 +201,29 @@ def test_rows_that_take_no_part_widen_no_context(monkeypatch: pytest.MonkeyPatch
         np.testing.assert_allclose(alone[1], full[1], rtol=1e-5, atol=1e-5)
     block([False] * 3)
     assert int(buckets.pop()) == 0
+
+
+def test_requests_take_any_integer_and_no_bytes() -> None:
+    pair = toy_pair()
+    wanted = generate(pair, [[1, 2, 3]], max_new_tokens=5)[0].token_ids
+    deltas = stream(pair, [np.asarray([1, 2, 3], np.int8)], max_new_tokens=np.int16(5), rounds_per_update=np.int64(4))
+    assert [i for d in deltas for i in d.token_ids] == wanted
+    for call in (
+        dict(prompts=[b"\x01\x02"]),
+        dict(prompts=[bytearray(b"\x01")]),
+        dict(prompts=b"\x01\x02"),
+        dict(prompts=[[1]], stop_token_ids=b"\x01"),
+        dict(prompts=[[1]], rounds_per_update=True),
+        dict(prompts=[[1]], rounds_per_update=np.int64(0)),
+        dict(prompts=[[np.True_]]),
+    ):
+        with pytest.raises(RequestError):
+            stream(pair, **call)
+
+
+def test_finished_rows_do_not_hold_a_batch_in_their_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    original = draft.block_hidden
+    monkeypatch.setattr(draft, "block_hidden", lambda *args: seen.append(len(args)) or original(*args))
+    generate(toy_pair(seed=5), [[1, 2], [3]], scheduler=FixedLength(3), max_new_tokens=7)
+    assert seen and set(seen) == {7}  # the rows that decode are named
