@@ -553,17 +553,21 @@ def target_config_to_hf(cfg: TargetConfig) -> dict[str, Any]:
 
 def draft_config_to_hf(cfg: DraftConfig) -> dict[str, Any]:
     """The DeepSpec ``config.json`` dictionary of a draft; ``draft_config_from_hf`` reads it back unchanged."""
-    return _hf_decoder(cfg) | {
-        "architectures": [DRAFT_ARCHITECTURE],
-        "model_type": DRAFT_MODEL_TYPE,
-        "tie_word_embeddings": False,
-        "block_size": cfg.block_size,
-        "mask_token_id": cfg.mask_token_id,
-        "target_layer_ids": list(cfg.target_layer_ids),
-        "num_target_layers": cfg.num_target_layers,
-        "markov_rank": cfg.markov_rank,
-        "markov_head_type": cfg.markov_head_type,
-        "enable_confidence_head": cfg.confidence_head,
-        "confidence_head_with_markov": cfg.confidence_with_markov,
-        "num_anchors": cfg.num_anchors,
-    } | ({} if cfg.draft_vocab_size is None else {"draft_vocab_size": cfg.draft_vocab_size})
+    return (
+        _hf_decoder(cfg)
+        | {
+            "architectures": [DRAFT_ARCHITECTURE],
+            "model_type": DRAFT_MODEL_TYPE,
+            "tie_word_embeddings": False,
+            "block_size": cfg.block_size,
+            "mask_token_id": cfg.mask_token_id,
+            "target_layer_ids": list(cfg.target_layer_ids),
+            "num_target_layers": cfg.num_target_layers,
+            "markov_rank": cfg.markov_rank,
+            "markov_head_type": cfg.markov_head_type,
+            "enable_confidence_head": cfg.confidence_head,
+            "confidence_head_with_markov": cfg.confidence_with_markov,
+            "num_anchors": cfg.num_anchors,
+        }
+        | ({} if cfg.draft_vocab_size is None else {"draft_vocab_size": cfg.draft_vocab_size})
+    )

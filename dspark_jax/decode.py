@@ -39,7 +39,13 @@ def propose(model: ModelConfig, params: Params, state: DecodeState, slots: int, 
     anchor = jnp.take_along_axis(state.tokens, state.context[:, None], axis=1)[:, 0]
     with jax.named_scope("draft_block"):
         hidden = draft.block_hidden(
-            params["draft"], model.drafter, params["target"]["embed"], anchor, state.context, state.draft_context, state.decoding
+            params["draft"],
+            model.drafter,
+            params["target"]["embed"],
+            anchor,
+            state.context,
+            state.draft_context,
+            state.decoding,
         )[:, :slots]
         kept = params["draft"].get("vocabulary")  # ids of a reduced draft vocabulary; q is zero outside
         vocab = model.target.vocab_size

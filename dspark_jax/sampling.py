@@ -21,6 +21,7 @@ from dspark_jax.errors import RequestError
 
 GREEDY_BELOW = 1e-5
 MAX_TEMPERATURE = 1e30  # every token is equally likely long before; float32 could not hold much more
+MIN_WEIGHT = 1e-3
 
 
 class Purpose(enum.IntEnum):
@@ -41,6 +42,10 @@ class SamplingParams:
       top_p: then keep the most likely tokens whose mass reaches ``top_p``; 1: all.
       min_p: then keep tokens at least ``min_p`` times as likely as the most likely one; 0: all.
       seed: the request's own randomness, in [0, 2**32); None: a fresh one at every call.
+      coupled: draft and target draw with the same noise, so that the tokens are those of plain decoding with this seed,
+        whatever the draft, the scheduler and the batch; costs some acceptance. None: where a seed is given and the
+        scheduler's lengths depend on more than the request (``generate`` decides).
+      weight: what a token of this request is worth beside those of its batch when there is not room to check them all.
 
     Raises:
       RequestError: a value outside its range, or filters on a greedy request, which would mean nothing.
@@ -51,6 +56,8 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int | None = None
+    coupled: bool | None = None
+    weight: float = 1.0
 
     def __post_init__(self) -> None:
         t = 1.0 if self.temperature is None else self.temperature
@@ -66,6 +73,10 @@ class SamplingParams:
         seed = self.seed
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 2**32):
             raise RequestError(f"seed={seed!r} must be None or an integer in [0, 2**32)")
+        if self.coupled is not None and not isinstance(self.coupled, bool | np.bool_):
+            raise RequestError(f"coupled={self.coupled!r} must be True, False or None")
+        if not _is_number(self.weight) or not MIN_WEIGHT <= self.weight <= 1 / MIN_WEIGHT:
+            raise RequestError(f"weight={self.weight!r} must be a number in [{MIN_WEIGHT:g}, {1 / MIN_WEIGHT:g}]")
         if t == 0 and (self.top_k > 1 or self.top_p < 1 or self.min_p > 0):
             raise RequestError(
                 f"temperature=0 is greedy and contradicts top_k={self.top_k}, top_p={self.top_p}, min_p={self.min_p};"
@@ -79,13 +90,15 @@ def _is_number(x: object) -> bool:
 
 class SamplingState(flax.struct.PyTreeNode):
     """One row per request: temperature float32 (0: greedy), top_k int32, top_p and min_p float32, all ``[B]``; key:
-    uint32 ``[B, 2]``, the threefry key of the request's seed."""
+    uint32 ``[B, 2]``, the threefry key of the request's seed; coupled: bool ``[B]``; weight: float32 ``[B]``."""
 
     temperature: jax.Array
     top_k: jax.Array
     top_p: jax.Array
     min_p: jax.Array
     key: jax.Array
+    coupled: jax.Array
+    weight: jax.Array
 
     @staticmethod
     def from_params(params: Sequence[SamplingParams]) -> SamplingState:
@@ -102,6 +115,8 @@ class SamplingState(flax.struct.PyTreeNode):
             top_p=jnp.asarray(np.asarray([p.top_p for p in rows], np.float32)),
             min_p=jnp.asarray(np.asarray([p.min_p for p in rows], np.float32)),
             key=jnp.asarray(key),
+            coupled=jnp.asarray(np.asarray([bool(p.coupled) for p in params], bool)),
+            weight=jnp.asarray(np.asarray([p.weight for p in params], np.float32)),
         )
 
 
@@ -205,14 +220,15 @@ def _largest(x: jax.Array, enough: Callable[[jax.Array], jax.Array]) -> jax.Arra
     return jax.lax.bitcast_convert_type(high, jnp.float32)
 
 
-def _keys(key: jax.Array, positions: jax.Array, purpose: int) -> jax.Array:
+def _keys(key: jax.Array, positions: jax.Array, purpose: jax.Array | int) -> jax.Array:
     """Typed keys ``[B, n]`` of (request, absolute position, purpose)."""
 
-    def one(data: jax.Array, position: jax.Array) -> jax.Array:
+    def one(data: jax.Array, position: jax.Array, purpose: jax.Array) -> jax.Array:
         base = jax.random.wrap_key_data(data, impl="threefry2x32")
         return jax.random.fold_in(jax.random.fold_in(base, position), purpose)
 
-    return jax.vmap(lambda data, at: jax.vmap(lambda position: one(data, position))(at))(key, positions)
+    purposes = jnp.broadcast_to(jnp.asarray(purpose, jnp.int32), positions.shape)
+    return jax.vmap(lambda data, at, use: jax.vmap(lambda a, u: one(data, a, u))(at, use))(key, positions, purposes)
 
 
 def uniforms(key: jax.Array, positions: jax.Array, purpose: int) -> jax.Array:
@@ -220,14 +236,26 @@ def uniforms(key: jax.Array, positions: jax.Array, purpose: int) -> jax.Array:
     return jax.vmap(jax.vmap(lambda k: jax.random.uniform(k, (), jnp.float32)))(_keys(key, positions, purpose))
 
 
-def gumbel(key: jax.Array, positions: jax.Array, purpose: int, vocab: int) -> jax.Array:
-    """Gumbel noise float32 ``[B, n, V]``.
+def gumbel(key: jax.Array, positions: jax.Array, purpose: jax.Array | int, vocab: int) -> jax.Array:
+    """Gumbel noise float32 ``[B, n, V]``; purpose: one for all, or int32 ``[B, n]``.
 
     Drawn in mode "high": with the default 23 bits the noise ends near 16, and tokens less likely than about e^-17 could
     never be drawn (PITFALLS L20).
     """
     keys = _keys(key, positions, purpose)
     return jax.vmap(jax.vmap(lambda k: jax.random.gumbel(k, (vocab,), jnp.float32, mode="high")))(keys)
+
+
+def draft_noise(sampling: SamplingState, length: jax.Array, slot: jax.Array, vocab: int) -> jax.Array:
+    """Gumbel noise ``[B, V]`` that drafts the token ``slot`` (from 0) places behind position ``length [B]``.
+
+    A coupled row takes the noise that the target draws with at that position. Any other row takes noise that no other round
+    uses: a token that was drafted and not committed has left its mark in the confidences of that round, which a scheduler
+    may remember; the same noise again would tell it about the token that it decides about.
+    """
+    position = length + jnp.where(sampling.coupled, slot, 0)
+    purpose = jnp.where(sampling.coupled, int(Purpose.RESIDUAL), int(Purpose.DRAFT) + len(Purpose) * slot)
+    return gumbel(sampling.key, position[:, None], purpose[:, None], vocab)[:, 0]
 
 
 def draw(log_p: jax.Array, noise: jax.Array) -> jax.Array:

@@ -139,11 +139,12 @@ def usable(pair: Pair, rows: Sequence[Row], form: Form) -> tuple[list[Row], list
 
 
 def batches(rows: Sequence[Row], lengths: Sequence[int], size: int, window: int | None = None) -> Iterator[list[Row]]:
-    """Rows of similar shape together: sorted by turns and prompt length within windows of ``window`` batches (None: all)."""
+    """Rows that take similarly long together: sorted by turns, source and prompt length within windows of ``window`` batches
+    (None: all). A batch runs until its last row has ended, and the rows of a source need about as many rounds."""
     span = len(rows) if window is None else window * size
     for start in range(0, len(rows), max(span, 1)):
         part = range(start, min(start + span, len(rows)))
-        order = sorted(part, key=lambda i: (rows[i].answers, lengths[i]))
+        order = sorted(part, key=lambda i: (rows[i].answers, rows[i].source, lengths[i]))
         for first in range(0, len(order), size):
             yield [rows[i] for i in order[first : first + size]]
 

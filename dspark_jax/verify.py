@@ -95,3 +95,16 @@ def accept_greedy(tokens: jax.Array, best: jax.Array, p_finite: jax.Array, sched
     next_token = jnp.take_along_axis(best, accepted[:, None], axis=1)[:, 0]
     ok = jnp.take_along_axis(p_finite, accepted[:, None], axis=1)[:, 0]
     return AcceptResult(accepted, next_token, ok, jnp.zeros_like(ok))
+
+
+def accept_coupled(
+    tokens: jax.Array, log_p: jax.Array, p_finite: jax.Array, scheduled: jax.Array, noise: jax.Array
+) -> AcceptResult:
+    """Coupled mode: the target draws at every position with the noise that drafted there; drafts stand while they agree.
+
+    Every emitted token is the target's own draw, so the output is that of plain decoding with the same noise.
+
+    Args:
+      noise: float32 ``[B, n + 1, V]``; the rest as in ``accept``.
+    """
+    return accept_greedy(tokens, draw(log_p, noise), p_finite, scheduled)

@@ -133,7 +133,8 @@ def check_vocabulary(config: DraftConfig, params: Params, where: str) -> None:
     ids = np.asarray(params["vocabulary"])
     if ids[0] < 0 or ids[-1] >= config.vocab_size or (np.diff(ids) <= 0).any():
         raise CheckpointError(
-            f"{where}: the draft vocabulary must hold rising ids in [0, {config.vocab_size}); it runs from {ids[0]} to {ids[-1]}"
+            f"{where}: the draft vocabulary must hold rising ids in [0, {config.vocab_size}); it runs"
+            f" from {ids[0]} to {ids[-1]}"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -135,10 +136,10 @@ def read_own_config(directory: Path) -> tuple[TargetConfig | DraftConfig, dict[s
     if not isinstance(stored, dict) or stored.keys() != specs.keys():
         names = sorted(stored if isinstance(stored, dict) else [])
         raise CheckpointError(f"{marker}: params {names} are not those of the configuration, {sorted(specs)}")
-    dtypes = {}
+    dtypes: dict[str, np.dtype[Any]] = {}
     for path, spec in specs.items():
         entry = stored[path] if isinstance(stored[path], dict) else {}
-        legal = INTEGERS if spec.integer else DTYPES
+        legal: Mapping[str, np.dtype[Any]] = INTEGERS if spec.integer else DTYPES
         if entry.get("shape") != list(spec.shape) or entry.get("dtype") not in legal:
             raise CheckpointError(
                 f"{marker}: {path} is {entry}, expected shape {shape_text(spec.shape)} and one of {', '.join(legal)}"
@@ -188,7 +189,12 @@ def load_own(directory: str | Path, dtype: Any = None, shardings: Any = None) ->
     leaves = []
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         for leaf, spec in specs:  # one at a time, so that the host holds one leaf in its stored form besides the result
-            array = _restore_leaf(checkpointer, path, leaf, _abstract(leaf, spec, stored[leaf] if spec.integer else wanted or stored[leaf], shardings))
+            array = _restore_leaf(
+                checkpointer,
+                path,
+                leaf,
+                _abstract(leaf, spec, stored[leaf] if spec.integer else wanted or stored[leaf], shardings),
+            )
             for shard in array.addressable_shards:
                 if shard.replica_id == 0:
                     check_finite(np.asarray(shard.data), str(path), leaf)

@@ -14,12 +14,12 @@ import numpy as np
 from dspark_jax.errors import CheckpointError
 from dspark_jax.params import Params, ParamSpec, is_spec
 
-DTYPES = {
+DTYPES: dict[str, np.dtype[Any]] = {
     "float32": np.dtype(np.float32),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "float16": np.dtype(np.float16),
 }
-INTEGERS = {"int32": np.dtype(np.int32), "int64": np.dtype(np.int64)}
+INTEGERS: dict[str, np.dtype[Any]] = {"int32": np.dtype(np.int32), "int64": np.dtype(np.int64)}
 IGNORED = (r"(^|\.)rotary_emb\.inv_freq$",)  # buffers that old exports carry; recomputed from the configuration
 _ALIASES = {
     "confidence_head.weight": "confidence_head.proj.weight",

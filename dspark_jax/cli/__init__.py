@@ -29,6 +29,7 @@ COMMANDS = {
     "bench": _Command("dspark_jax.cli.bench", "measure speculative against plain decoding on a prompt file"),
     "eval": _Command("dspark_jax.cli.evaluate", "accepted length, acceptance by position and calibration of drafts"),
     "answer": _Command("dspark_jax.cli.answer", "the target answers a prompt file, as text to train on; resumable"),
+    "train": _Command("dspark_jax.cli.train", "train a draft for a target on conversations"),
     "convert": _Command("dspark_jax.checkpoint.cli", "convert a checkpoint between forms"),
     "doctor": _Command("dspark_jax.cli.doctor", "check an installation and a pair, and explain what is wrong"),
     "demo": _Command("dspark_jax.cli.demo", "SmolLM2-135M answers three prompts, plain and speculative side by side"),

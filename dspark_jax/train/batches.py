@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import flax.struct
 import jax
@@ -144,10 +145,23 @@ def build(examples: Sequence[Example], anchors: Sequence[np.ndarray], shape: Sha
     teacher_positions[: len(used)] = used
     teacher = np.zeros((shape.blocks, n), np.int32)
     teacher[mask] = index.reshape(-1)
-    return Batch(
-        tokens, rows, positions, valid, lengths, where, block_rows, block_ranks, blocks, labels, previous, mask,
-        teacher_positions, teacher, shape.length, shape.ranks,
-    )  # fmt: skip
+    arrays: dict[str, Any] = {
+        "tokens": tokens,
+        "rows": rows,
+        "positions": positions,
+        "valid": valid,
+        "lengths": lengths,
+        "anchors": where,
+        "block_rows": block_rows,
+        "block_ranks": block_ranks,
+        "blocks": blocks,
+        "labels": labels,
+        "previous": previous,
+        "mask": mask,
+        "teacher_positions": teacher_positions,
+        "teacher": teacher,
+    }
+    return Batch(**arrays, length=shape.length, ranks=shape.ranks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,24 +172,26 @@ class Sampler:
     that does not fill its last step is continued with the next one.
 
     Attributes:
+      examples: all conversations; pool: int ``[p]``, indices of those that this sampler takes.
       microbatches: per step (accumulation times data shards).
     """
 
     examples: Sequence[Example]
+    pool: np.ndarray
     shape: Shape
     anchors: int
     microbatches: int
     seed: int
 
     def __post_init__(self) -> None:
-        longest = max(len(e.tokens) for e in self.examples)
+        longest = max(len(self.examples[i].tokens) for i in self.pool)
         if longest > min(self.shape.length, self.shape.tokens) or self.anchors > min(self.shape.ranks, self.shape.blocks):
             raise RequestError(
                 f"a conversation of {longest} tokens with {self.anchors} anchors does not fit a microbatch of {self.shape}"
             )
 
     def _order(self, epoch: int) -> np.ndarray:
-        return np.random.default_rng((self.seed, 0, epoch)).permutation(len(self.examples))
+        return self.pool[np.random.default_rng((self.seed, 0, epoch)).permutation(len(self.pool))]
 
     def schedule(self, steps: int) -> list[list[list[tuple[int, int]]]]:
         """For each of the first ``steps`` steps its microbatches, as lists of (epoch, conversation)."""

@@ -7,7 +7,7 @@ import json
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import flax.struct
 import jax
@@ -84,7 +84,7 @@ class FeatureCache:
         }
         self._arrays: dict[str, np.ndarray] = {}
 
-    def open(self, mode: str) -> None:
+    def open(self, mode: Literal["r+", "w+"]) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
         for name, (kind, shape) in self._shapes.items():
             path = self.directory / f"{name}.npy"
@@ -120,7 +120,7 @@ class FeatureCache:
     def read(self, rows: Sequence[int], tokens: int, dtype: Any) -> Features:
         """Features of conversations ``rows`` laid end to end and padded to ``tokens``, in ``dtype``."""
 
-        def gather(name: str, kind: Any) -> np.ndarray:
+        def gather(name: str, kind: Any) -> Any:
             source = self._view(name)
             out = np.zeros((tokens, *source.shape[1:]), kind)
             at = 0

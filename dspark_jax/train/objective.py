@@ -86,7 +86,6 @@ def slot_weights(batch: Batch, decay: float) -> jax.Array:
 def block_hidden(params: Params, cfg: DraftConfig, frozen: Frozen, batch: Batch, taps: jax.Array) -> jax.Array:
     """Hidden states ``[M, n, D]`` of all blocks: slots at positions a … a+n-1, seeing features before a and their block."""
     blocks, slots = batch.labels.shape
-    rows = batch.lengths.shape[0]
     anchor = batch.positions[batch.anchors]
     features = layers.rms_norm(layers.linear(taps, params["fc"]), params["context_norm"], cfg.rms_norm_eps)
     context_angles = layers.rope_angles(cfg.rope, cfg.head_dim, batch.positions)

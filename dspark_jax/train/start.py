@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dspark_jax.config import DraftConfig, TargetConfig
+from dspark_jax.config import DraftConfig, TargetConfig, draft_config_from_hf, draft_config_to_hf
 from dspark_jax.errors import ConfigError
 from dspark_jax.params import Params, draft_specs, init_params
 from dspark_jax.train.rows import Example
@@ -40,8 +39,6 @@ def new_draft_config(
     Raises:
       ConfigError: an illegal value, by name.
     """
-    from dspark_jax.config import draft_config_from_hf, draft_config_to_hf  # the reader owns the rules
-
     config = DraftConfig(
         vocab_size=target.vocab_size,
         hidden_size=target.hidden_size,
@@ -67,7 +64,7 @@ def new_draft_config(
     )
     if layers < 1 or layers > target.num_layers:
         raise ConfigError(f"layers={layers} must lie in [1, {target.num_layers}], the target's")
-    return draft_config_from_hf(draft_config_to_hf(config), "the new draft")
+    return draft_config_from_hf(draft_config_to_hf(config), "the new draft")  # the reader owns the rules
 
 
 def choose_vocabulary(examples: Iterable[Example], size: int, vocab: int, always: Iterable[int] = ()) -> np.ndarray:
@@ -132,24 +129,13 @@ def leading_directions(embed: jax.Array, rank: int) -> jax.Array:
     return x @ top
 
 
-@dataclasses.dataclass(frozen=True)
-class Split:
-    """A partition of conversations."""
-
-    train: list[Example]
-    held_out: list[Example]
-
-
-def split(examples: Sequence[Example], held_out: int, seed: int) -> Split:
-    """``held_out`` conversations, chosen by ``seed``, for the curve of unseen text; the rest for training.
+def split(count: int, held_out: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """A partition of ``range(count)``, by ``seed``: indices to train on, and ``held_out`` for the curve of unseen text.
 
     Raises:
       ConfigError: nothing would be left to train on.
     """
-    if not 0 <= held_out < len(examples):
-        raise ConfigError(f"held_out={held_out} must lie in [0, {len(examples) - 1}]: there are {len(examples)} conversations")
-    order = np.random.default_rng((seed, 2)).permutation(len(examples))
-    chosen = set(order[:held_out].tolist())
-    return Split(
-        [e for i, e in enumerate(examples) if i not in chosen], [e for i, e in enumerate(examples) if i in chosen]
-    )
+    if not 0 <= held_out < count:
+        raise ConfigError(f"held_out={held_out} must lie in [0, {count - 1}]: there are {count} conversations")
+    order = np.random.default_rng((seed, 2)).permutation(count)
+    return np.sort(order[held_out:]), np.sort(order[:held_out])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import flax.struct
@@ -112,7 +111,7 @@ def _microbatch(
         assert setup.target is not None
         features = features_of(batch, target_params, setup.target, setup.draft.target_layer_ids)
     cast = jax.tree.map(lambda p: p.astype(setup.dtype), params)
-    head = target_params.get("head", target_params.get("embed", frozen.head))
+    head = target_params["head"] if "head" in target_params else target_params["embed"]
     sums = loss_sums(cast, setup.draft, setup.objective, frozen, head, batch, features)
     return total_loss(sums, setup.objective, *totals), sums
 
@@ -124,7 +123,6 @@ def gradients(
     target_params: Params,
     batches: Batch,
     features: Features | None,
-    constrain: Callable[[Any], Any] = lambda x: x,
 ) -> tuple[Params, jax.Array, Sums]:
     """Gradient, loss and sums of a global batch.
 
@@ -140,7 +138,7 @@ def gradients(
             first = jax.tree.map(lambda x: x[0], (batch, features))
             return _microbatch(setup, params, frozen, target_params, totals, *first)
         run = functools.partial(_microbatch, setup, params, frozen, target_params, totals)
-        loss, sums = jax.vmap(run)(constrain(batch), constrain(features))
+        loss, sums = jax.vmap(run)(batch, features)
         return jnp.sum(loss), jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
 
     def share(batch: Batch, features: Features | None) -> tuple[Params, jax.Array, Sums]:
@@ -156,7 +154,7 @@ def gradients(
     return jax.lax.scan(add, start, (batches, features))[0]
 
 
-@functools.partial(jax.jit, static_argnames=("setup", "constrain"), donate_argnames=("state",))
+@functools.partial(jax.jit, static_argnames=("setup",), donate_argnames=("state",))
 def train_step(
     setup: Setup,
     state: TrainState,
@@ -164,14 +162,13 @@ def train_step(
     target_params: Params,
     batches: Batch,
     features: Features | None,
-    constrain: Callable[[Any], Any] = lambda x: x,
 ) -> tuple[TrainState, StepReport]:
     """One update. A gradient that is not finite changes nothing but the step counter, and is reported.
 
     Args:
       target_params: of the frozen target; only read. Its LM head suffices where ``features`` are given.
     """
-    grads, loss, sums = gradients(setup, state.params, frozen, target_params, batches, features, constrain)
+    grads, loss, sums = gradients(setup, state.params, frozen, target_params, batches, features)
     norm = optax.global_norm(grads)
     finite = jnp.isfinite(norm)
     safe = jax.tree.map(lambda g: jnp.where(finite, g, 0.0), grads)
@@ -183,3 +180,12 @@ def train_step(
 
     new = TrainState(keep(params, state.params), keep(moments, state.moments), state.step + 1)
     return new, StepReport(loss, norm, finite, sums)
+
+
+@functools.partial(jax.jit, static_argnames=("setup",))
+def evaluate(
+    setup: Setup, params: Params, frozen: Frozen, target_params: Params, batch: Batch, features: Features | None
+) -> Sums:
+    """The sums of one microbatch, without gradients."""
+    nothing = (jnp.ones(()), jnp.ones(()))
+    return _microbatch(setup, params, frozen, target_params, nothing, batch, features)[1]
