@@ -17,10 +17,10 @@ import jax.numpy as jnp
 from dspark_jax import draft, heads, target
 from dspark_jax.cache import KVCache, TokenBatch, pack, to_grid, write
 from dspark_jax.params import Params
-from dspark_jax.sampling import Purpose, best_token, draw, gumbel, is_finite_row, log_probs, uniforms
+from dspark_jax.sampling import Purpose, best_token, draft_noise, draw, gumbel, is_finite_row, log_probs, uniforms
 from dspark_jax.schedule import Policy, RoundView, check_policy
 from dspark_jax.state import ERROR, LENGTH, RUNNING, STOP, DecodeState, ModelConfig
-from dspark_jax.verify import AcceptResult, accept, accept_greedy
+from dspark_jax.verify import AcceptResult, accept, accept_coupled, accept_greedy
 
 
 def decode_step(model: ModelConfig, params: Params, state: DecodeState, policy: Policy) -> DecodeState:
@@ -60,9 +60,7 @@ def propose(model: ModelConfig, params: Params, state: DecodeState, slots: int, 
     def pick(slot: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
         def sampled() -> tuple[jax.Array, jax.Array]:
             log_q, _ = log_probs(whole(logits), state.sampling)
-            at = (state.length + slot)[:, None]
-            noise = gumbel(state.sampling.key, at, Purpose.DRAFT, vocab)[:, 0]
-            return draw(log_q, noise), log_q
+            return draw(log_q, draft_noise(state.sampling, state.length, slot, vocab)), log_q
 
         def best() -> tuple[jax.Array, jax.Array]:
             token = best_token(logits)
@@ -175,12 +173,21 @@ def judge(
     def sampled() -> AcceptResult:
         log_p, finite = log_probs(logits, state.sampling)
         log_q = jnp.zeros((rows, 0, vocab), jnp.float32) if proposal is None else proposal.log_q
-        at = state.length[:, None] + jnp.arange(width - 1, dtype=jnp.int32)[None, :]
+        at = state.length[:, None] + jnp.arange(width, dtype=jnp.int32)[None, :]
 
         def residual_noise(accepted: jax.Array) -> jax.Array:
             return gumbel(key, (state.length + accepted)[:, None], Purpose.RESIDUAL, vocab)[:, 0]
 
-        return accept(tokens, log_q, log_p, finite, scheduled, uniforms(key, at, Purpose.ACCEPT), residual_noise)
+        def ordinary() -> AcceptResult:
+            uniform = uniforms(key, at[:, :-1], Purpose.ACCEPT)
+            return accept(tokens, log_q, log_p, finite, scheduled, uniform, residual_noise)
+
+        def mixed() -> AcceptResult:
+            same = accept_coupled(tokens, log_p, finite, scheduled, gumbel(key, at, Purpose.RESIDUAL, vocab))
+            return jax.tree.map(lambda a, b: jnp.where(state.sampling.coupled, a, b), same, ordinary())
+
+        # Without drafts the ordinary rule is the target's own draw already.
+        return ordinary() if proposal is None else jax.lax.cond(jnp.any(state.sampling.coupled), mixed, ordinary)
 
     with jax.named_scope("accept"):
         return jax.lax.cond(greedy, best, sampled)
