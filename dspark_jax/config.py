@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+from dspark_jax.config_values import check_architectures, get, positive, refuse_foreign, token_ids, whole_number, windows
 from dspark_jax.errors import ConfigError
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 DRAFT_MODEL_TYPE, DRAFT_ARCHITECTURE = "qwen3", "Qwen3DSparkModel"
 HEAD_TYPES = ("vanilla", "gated", "rnn")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-MAX_WINDOW_LAYERS = 28  # what transformers' Qwen3Config assumes, and writes into every config.json
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,43 +92,6 @@ class DraftConfig:
         return self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
 
 
-_MISSING = object()
-
-
-def _whole(value: Any) -> int | None:
-    """``value`` as a Python integer, whatever integer type it has; None for anything else, booleans included."""
-    if isinstance(value, bool):
-        return None
-    try:
-        return operator.index(value)
-    except TypeError:
-        return None
-
-
-def _get(cfg: Mapping[str, Any], key: str, source: str, kind: type | tuple[type, ...], default: Any = _MISSING) -> Any:
-    value = cfg.get(key, _MISSING)
-    if value is _MISSING or (value is None and default is not _MISSING):
-        if default is _MISSING:
-            raise ConfigError(f"{source}: key {key!r} is missing")
-        return default
-    kinds = kind if isinstance(kind, tuple) else (kind,)
-    if isinstance(value, bool) and bool not in kinds:
-        raise ConfigError(f"{source}: {key}={value!r} is not a number")
-    if int in kinds and (whole := _whole(value)) is not None:
-        return whole
-    if not isinstance(value, kinds):
-        names = " or ".join(k.__name__ for k in kinds)
-        raise ConfigError(f"{source}: {key}={value!r} must be {names}")
-    return value
-
-
-def _positive(cfg: Mapping[str, Any], key: str, source: str, default: Any = _MISSING) -> int:
-    value = _get(cfg, key, source, int, default)
-    if value < 1:
-        raise ConfigError(f"{source}: {key}={value} must be at least 1")
-    return int(value)
-
-
 def rope_from_hf(cfg: Mapping[str, Any], source: str, max_positions: int) -> RopeConfig:
     """Resolve rope settings in either form: flat ``rope_theta`` (+ ``rope_scaling``), or nested ``rope_parameters``.
 
@@ -137,7 +99,7 @@ def rope_from_hf(cfg: Mapping[str, Any], source: str, max_positions: int) -> Rop
     """
     nested: dict[str, Any] = {}
     for key in ("rope_scaling", "rope_parameters"):
-        value = _get(cfg, key, source, dict, {})
+        value = get(cfg, key, source, dict, {})
         if any(isinstance(v, dict) for v in value.values()):
             raise ConfigError(f"{source}: {key} holds one setting per layer type, which Llama and Qwen3 models do not use")
         for name, setting in value.items():
@@ -148,7 +110,7 @@ def rope_from_hf(cfg: Mapping[str, Any], source: str, max_positions: int) -> Rop
                 )
             nested[name] = setting
     theta = nested.get("rope_theta", cfg.get("rope_theta"))
-    theta = 10000.0 if theta is None else theta if (whole := _whole(theta)) is None else whole
+    theta = 10000.0 if theta is None else theta if (whole := whole_number(theta)) is None else whole
     if isinstance(theta, bool) or not isinstance(theta, (int, float)) or not 0 < theta < math.inf:
         raise ConfigError(f"{source}: rope_theta={theta!r} must be a positive number")
     kind = nested.get("rope_type", "default")
@@ -164,7 +126,7 @@ def rope_from_hf(cfg: Mapping[str, Any], source: str, max_positions: int) -> Rop
                 f" type: {', '.join(ROPE_TYPES[1:])}"
             )
         return RopeConfig(theta=float(theta))
-    factor = _get(nested, "factor", f"{source}: rope ({kind})", (int, float))
+    factor = get(nested, "factor", f"{source}: rope ({kind})", (int, float))
     if not 1 <= factor < math.inf:
         raise ConfigError(f"{source}: rope factor={factor!r} must be a finite number of at least 1")
     rope = RopeConfig(theta=float(theta), type=kind, factor=float(factor))
@@ -172,12 +134,12 @@ def rope_from_hf(cfg: Mapping[str, Any], source: str, max_positions: int) -> Rop
         return rope
     where = f"{source}: rope ({kind})"
     key = "original_max_position_embeddings"  # transformers prefers one beside the rope settings
-    original = _positive(nested, key, where, _positive(cfg, key, source, max_positions))
+    original = positive(nested, key, where, positive(cfg, key, source, max_positions))
     if cfg.get(key) not in (None, original):
         raise ConfigError(f"{source}: {key}={cfg[key]!r} contradicts {original} in the rope settings")
     if kind == "llama3":
-        low = float(_get(nested, "low_freq_factor", where, (int, float)))
-        high = float(_get(nested, "high_freq_factor", where, (int, float)))
+        low = float(get(nested, "low_freq_factor", where, (int, float)))
+        high = float(get(nested, "high_freq_factor", where, (int, float)))
         if not 0 < low < high < math.inf:
             raise ConfigError(f"{where}: low_freq_factor={low} must be above 0 and below high_freq_factor={high}, both finite")
         return dataclasses.replace(rope, original_max_positions=original, low_freq_factor=low, high_freq_factor=high)
@@ -186,11 +148,11 @@ def rope_from_hf(cfg: Mapping[str, Any], source: str, max_positions: int) -> Rop
             raise ConfigError(f"{where}: {key}={nested[key]!r} is not supported")
     if nested.get("truncate", True) is not True:
         raise ConfigError(f"{where}: truncate={nested['truncate']!r} is not supported; only true is")
-    attention = _get(nested, "attention_factor", where, (int, float), None)
+    attention = get(nested, "attention_factor", where, (int, float), None)
     if attention is not None and not 0 < attention < math.inf:
         raise ConfigError(f"{where}: attention_factor={attention!r} must be a positive, finite number")
-    fast = float(_get(nested, "beta_fast", where, (int, float), 32.0))
-    slow = float(_get(nested, "beta_slow", where, (int, float), 1.0))
+    fast = float(get(nested, "beta_fast", where, (int, float), 32.0))
+    slow = float(get(nested, "beta_slow", where, (int, float), 1.0))
     if not 0 < slow < fast < math.inf:
         raise ConfigError(f"{where}: beta_fast={fast} must be finite and above beta_slow={slow}, which must be above 0")
     return dataclasses.replace(
@@ -219,140 +181,15 @@ def _check_yarn(rope: RopeConfig, head_dim: int, source: str) -> None:
         )
 
 
-def _windows(cfg: Mapping[str, Any], source: str, num_layers: int) -> tuple[int, ...]:
-    """Per-layer window widths. ``layer_types`` decides where it is given, as in transformers; otherwise
-    ``use_sliding_window`` switches windows on for the layers from ``max_window_layers`` on. What contradicts is refused."""
-    on = _get(cfg, "use_sliding_window", source, bool, None)
-    width = _get(cfg, "sliding_window", source, int, 0)
-    first = _get(cfg, "max_window_layers", source, int, MAX_WINDOW_LAYERS)
-    for key, value in (("sliding_window", width), ("max_window_layers", first)):
-        if value < 0:
-            raise ConfigError(f"{source}: {key}={value} must be at least 0")
-    if on and width < 1:
-        raise ConfigError(f"{source}: use_sliding_window=true needs sliding_window >= 1, got {cfg.get('sliding_window')!r}")
-    split = ["sliding_attention" if on and i >= first else "full_attention" for i in range(num_layers)]
-    types = _get(cfg, "layer_types", source, (list, tuple), None)
-    if types is None:
-        return tuple(width if kind == "sliding_attention" else 0 for kind in split)
-    if len(types) != num_layers:
-        raise ConfigError(f"{source}: layer_types has {len(types)} entries, the model has {num_layers} layers")
-    for kind in types:
-        if kind not in ("full_attention", "sliding_attention"):
-            raise ConfigError(f"{source}: layer type {kind!r} is unknown; legal: full_attention, sliding_attention")
-        if kind == "sliding_attention" and width < 1:
-            raise ConfigError(f"{source}: a sliding layer needs sliding_window >= 1, got {cfg.get('sliding_window')!r}")
-    slides = "sliding_attention" in types
-    if on is False and slides:
-        raise ConfigError(
-            f"{source}: use_sliding_window=false contradicts layer_types={list(types)!r}; use_sliding_window must be true"
-        )
-    # A split at or beyond the last layer, and transformers' own default, stand in files whose layer_types say otherwise.
-    stated = first < num_layers and first != MAX_WINDOW_LAYERS
-    if on and list(types) != split and (stated or not slides):
-        raise ConfigError(
-            f"{source}: layer_types={list(types)!r} contradicts use_sliding_window=true with max_window_layers={first}, by"
-            " which the layers from that one on slide"
-        )
-    return tuple(width if kind == "sliding_attention" else 0 for kind in types)
-
-
-def _off(value: Any) -> bool:
-    return value in (None, False, 0)
-
-
-def _one(value: Any) -> bool:
-    return value is None or value == 1
-
-
-# Settings of related families that change what a model computes and leave no trace in its tensors; nothing here reads
-# them, so only the value that changes nothing is legal. The words say which one that is.
-_FOREIGN: dict[str, tuple[Callable[[Any], bool], str]] = {
-    **dict.fromkeys(
-        (
-            "attn_logit_softcapping",
-            "final_logit_softcapping",
-            "attn_temperature_tuning",
-            "attention_chunk_size",
-            "attention_sink_bias",
-            "clip_qkv",
-            "no_rope_layer_interval",
-            "num_experts",
-            "num_kv_shared_layers",
-            "num_local_experts",
-            "parallel_attn",
-            "rope_interleave",
-            "rope_interleaved",
-            "use_parallel_residual",
-            "use_swa",
-        ),
-        (_off, "null, false or 0"),
-    ),
-    **dict.fromkeys(
-        (
-            "attention_in_multiplier",
-            "attention_out_multiplier",
-            "attention_value_scale",
-            "embedding_multiplier",
-            "key_multiplier",
-            "lm_head_multiplier",
-            "logit_scale",
-            "logits_scaling",
-            "output_multiplier",
-            "residual_multiplier",
-            "rotary_pct",
-            "scale_emb",
-        ),
-        (_one, "null or 1"),
-    ),
-    "no_rope_layers": (lambda value: value is None or all(value), "null or all 1"),
-    "mlp_multipliers": (lambda value: value is None or all(x == 1 for x in value), "null or all 1"),
-}
-
-
-def _refuse_foreign(cfg: Mapping[str, Any], source: str, fields: Mapping[str, Any]) -> None:
-    """Refuse settings of other families that change the function; ``fields`` are the decoder's own sizes."""
-    sizes = {
-        "attention_multiplier": fields["head_dim"] ** -0.5,
-        "query_pre_attn_scalar": fields["head_dim"],
-        "v_head_dim": fields["head_dim"],
-        "dim_model_base": fields["hidden_size"],
-        "scale_depth": fields["num_layers"] ** 0.5,
-    }
-    for key, value in cfg.items():
-        if key in _FOREIGN:
-            neutral, words = _FOREIGN[key]
-            try:
-                legal = neutral(value)
-            except TypeError:  # a list where a number belongs, or the other way round
-                legal = False
-        elif key in sizes:
-            words = f"null or {sizes[key]:.9g}"
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            legal = value is None or (number and math.isclose(value, sizes[key], rel_tol=1e-6))
-        else:
-            continue
-        if not legal:
-            raise ConfigError(f"{source}: {key}={value!r} is not supported; only {words} is")
-
-
-def _check_architectures(cfg: Mapping[str, Any], source: str, legal: str) -> None:
-    """Refuse ``architectures`` that does not name the class which ``model_type`` stands for."""
-    names = _get(cfg, "architectures", source, (list, tuple), None)
-    if names and legal not in names:
-        raise ConfigError(
-            f"{source}: architectures={list(names)!r} does not match model_type={cfg.get('model_type')!r}; legal: [{legal!r}]"
-        )
-
-
 def _decoder_fields(cfg: Mapping[str, Any], source: str) -> dict[str, Any]:
-    hidden = _positive(cfg, "hidden_size", source)
-    heads = _positive(cfg, "num_attention_heads", source)
-    kv_heads = _positive(cfg, "num_key_value_heads", source, heads)
+    hidden = positive(cfg, "hidden_size", source)
+    heads = positive(cfg, "num_attention_heads", source)
+    kv_heads = positive(cfg, "num_key_value_heads", source, heads)
     if heads % kv_heads:
         raise ConfigError(f"{source}: num_attention_heads={heads} must be a multiple of num_key_value_heads={kv_heads}")
     if cfg.get("head_dim") is None and hidden % heads:
         raise ConfigError(f"{source}: no head_dim, and hidden_size={hidden} is not a multiple of {heads} heads")
-    head_dim = _positive(cfg, "head_dim", source, hidden // heads)
+    head_dim = positive(cfg, "head_dim", source, hidden // heads)
     if head_dim % 2:
         raise ConfigError(f"{source}: head_dim={head_dim} must be even")
     for key in ("attention_bias", "mlp_bias"):
@@ -363,19 +200,19 @@ def _decoder_fields(cfg: Mapping[str, Any], source: str) -> dict[str, Any]:
         raise ConfigError(f"{source}: hidden_act={act!r} is not supported; only 'silu' is")
     if cfg.get("quantization_config"):
         raise ConfigError(f"{source}: quantization_config is not supported; convert the model to bfloat16 or float32")
-    layers = _positive(cfg, "num_hidden_layers", source)
-    max_positions = _positive(cfg, "max_position_embeddings", source)
-    eps = float(_get(cfg, "rms_norm_eps", source, (int, float)))
+    layers = positive(cfg, "num_hidden_layers", source)
+    max_positions = positive(cfg, "max_position_embeddings", source)
+    eps = float(get(cfg, "rms_norm_eps", source, (int, float)))
     if not 0 < eps < 1:
         raise ConfigError(f"{source}: rms_norm_eps={eps} must lie between 0 and 1")
     rope = rope_from_hf(cfg, source, max_positions)
     if rope.type == "yarn":
         _check_yarn(rope, head_dim, source)
-    _refuse_foreign(cfg, source, {"head_dim": head_dim, "hidden_size": hidden, "num_layers": layers})
+    refuse_foreign(cfg, source, {"head_dim": head_dim, "hidden_size": hidden, "num_layers": layers})
     return dict(
-        vocab_size=_positive(cfg, "vocab_size", source),
+        vocab_size=positive(cfg, "vocab_size", source),
         hidden_size=hidden,
-        intermediate_size=_positive(cfg, "intermediate_size", source),
+        intermediate_size=positive(cfg, "intermediate_size", source),
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
@@ -383,16 +220,8 @@ def _decoder_fields(cfg: Mapping[str, Any], source: str) -> dict[str, Any]:
         rms_norm_eps=eps,
         rope=rope,
         max_positions=max_positions,
-        windows=_windows(cfg, source, layers),
+        windows=windows(cfg, source, layers),
     )
-
-
-def _token_ids(value: Any, key: str, source: str, vocab: int) -> tuple[int, ...]:
-    ids = () if value is None else tuple(value) if isinstance(value, (list, tuple)) else (value,)
-    whole = tuple(i for i in map(_whole, ids) if i is not None and 0 <= i < vocab)
-    if len(whole) != len(ids):
-        raise ConfigError(f"{source}: {key}={value!r} must hold token ids in [0, {vocab})")
-    return whole
 
 
 def target_config_from_hf(cfg: Mapping[str, Any], source: str = "config.json") -> TargetConfig:
@@ -404,17 +233,17 @@ def target_config_from_hf(cfg: Mapping[str, Any], source: str = "config.json") -
     kind = cfg.get("model_type")
     if not isinstance(kind, str) or kind not in ARCHITECTURES:
         raise ConfigError(f"{source}: model_type={kind!r} is not supported; supported: {', '.join(ARCHITECTURES)}")
-    _check_architectures(cfg, source, ARCHITECTURES[kind])
+    check_architectures(cfg, source, ARCHITECTURES[kind])
     for key, causal in (("is_causal", True), ("use_bidirectional_attention", False)):  # a draft's block is not causal
         if cfg.get(key) not in (None, causal):
             raise ConfigError(f"{source}: {key}={cfg[key]!r} is not supported in a target; only {str(causal).lower()} is")
     fields = _decoder_fields(cfg, source)
-    bos = _token_ids(cfg.get("bos_token_id"), "bos_token_id", source, fields["vocab_size"])
+    bos = token_ids(cfg.get("bos_token_id"), "bos_token_id", source, fields["vocab_size"])
     return TargetConfig(
         architecture=kind,
-        tie_embeddings=_get(cfg, "tie_word_embeddings", source, bool, False),
+        tie_embeddings=get(cfg, "tie_word_embeddings", source, bool, False),
         bos_token_id=bos[0] if bos else None,
-        eos_token_ids=_token_ids(cfg.get("eos_token_id"), "eos_token_id", source, fields["vocab_size"]),
+        eos_token_ids=token_ids(cfg.get("eos_token_id"), "eos_token_id", source, fields["vocab_size"]),
         **fields,
     )
 
@@ -440,7 +269,7 @@ def _flatten_draft(cfg: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Drafter keys may stand at the top or under ``dspark_config`` / ``dflash_config``; two different values are an error."""
     flat = dict(cfg)
     for section in _DRAFT_SECTIONS:
-        for key, value in (_get(cfg, section, source, dict, {})).items():
+        for key, value in (get(cfg, section, source, dict, {})).items():
             if key in _DRAFT_KEYS and flat.get(key, value) != value:
                 raise ConfigError(f"{source}: {key}={flat[key]!r} at the top contradicts {section}.{key}={value!r}")
             flat.setdefault(key, value)
@@ -460,17 +289,17 @@ def draft_config_from_hf(cfg: Mapping[str, Any], source: str = "config.json") ->
         raise ConfigError(
             f"{source}: model_type={cfg['model_type']!r} is not supported in a draft; supported: {DRAFT_MODEL_TYPE}"
         )
-    _check_architectures(cfg, source, DRAFT_ARCHITECTURE)
+    check_architectures(cfg, source, DRAFT_ARCHITECTURE)
     fields = _decoder_fields(cfg, source)
     for section in sections:  # a value at the top hides one of the same name in a section
-        _refuse_foreign(section, source, fields)
+        refuse_foreign(section, source, fields)
     vocab = fields["vocab_size"]
-    mask = _get(cfg, "mask_token_id", source, int)
+    mask = get(cfg, "mask_token_id", source, int)
     if not 0 <= mask < vocab:
         raise ConfigError(f"{source}: mask_token_id={mask} must lie in [0, vocab_size={vocab})")
-    num_target_layers = _positive(cfg, "num_target_layers", source)
-    ids = _get(cfg, "target_layer_ids", source, (list, tuple))
-    if not ids or any(_whole(i) is None for i in ids):
+    num_target_layers = positive(cfg, "num_target_layers", source)
+    ids = get(cfg, "target_layer_ids", source, (list, tuple))
+    if not ids or any(whole_number(i) is None for i in ids):
         raise ConfigError(f"{source}: target_layer_ids={ids!r} must be a non-empty list of integers")
     if list(ids) != sorted(set(ids)):
         raise ConfigError(f"{source}: target_layer_ids={ids!r} must rise strictly")
@@ -479,22 +308,22 @@ def draft_config_from_hf(cfg: Mapping[str, Any], source: str = "config.json") ->
             f"{source}: target_layer_ids={ids!r} must lie in [-1, {num_target_layers - 2}]: -1 is the embedding, and the"
             f" last of the {num_target_layers} layers cannot be tapped"
         )
-    rank = _get(cfg, "markov_rank", source, int, 0)
+    rank = get(cfg, "markov_rank", source, int, 0)
     if rank < 0:
         raise ConfigError(f"{source}: markov_rank={rank} must be at least 0")
-    head = _get(cfg, "markov_head_type", source, str, "vanilla")
+    head = get(cfg, "markov_head_type", source, str, "vanilla")
     if rank and head not in HEAD_TYPES:
         raise ConfigError(f"{source}: markov_head_type={head!r} is unknown; legal: {', '.join(HEAD_TYPES)}")
-    confidence = _get(cfg, "enable_confidence_head", source, bool, False)
-    with_markov = _get(cfg, "confidence_head_with_markov", source, bool, False)
+    confidence = get(cfg, "enable_confidence_head", source, bool, False)
+    with_markov = get(cfg, "confidence_head_with_markov", source, bool, False)
     if confidence and with_markov and rank == 0:
         raise ConfigError(f"{source}: confidence_head_with_markov=true needs markov_rank > 0, got 0")
-    reduced = _get(cfg, "draft_vocab_size", source, int, None)
+    reduced = get(cfg, "draft_vocab_size", source, int, None)
     if reduced is not None and not 1 <= reduced <= vocab:
         raise ConfigError(f"{source}: draft_vocab_size={reduced} must lie in [1, vocab_size={vocab}]")
     return DraftConfig(
         draft_vocab_size=reduced,
-        block_size=_positive(cfg, "block_size", source),
+        block_size=positive(cfg, "block_size", source),
         mask_token_id=mask,
         target_layer_ids=tuple(map(int, ids)),
         num_target_layers=num_target_layers,
@@ -502,7 +331,7 @@ def draft_config_from_hf(cfg: Mapping[str, Any], source: str = "config.json") ->
         markov_head_type=head if rank else "vanilla",
         confidence_head=confidence,
         confidence_with_markov=confidence and with_markov,
-        num_anchors=_positive(cfg, "num_anchors", source, 512),
+        num_anchors=positive(cfg, "num_anchors", source, 512),
         **fields,
     )
 

@@ -19,7 +19,7 @@ MAX_LINES = 500
 
 # The order of STYLE.md: a module imports from its own level and those before it.
 LEVELS = (
-    {"errors", "config"},
+    {"errors", "config", "config_values"},
     {"params", "sharding", "sampling"},
     {"layers", "attention", "cache"},
     {"state"},
