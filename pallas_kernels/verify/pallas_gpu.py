@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
@@ -87,7 +88,7 @@ def _first_pass(*refs: Any, vocab: int, slots: int, blocks: BlockSizes, mode: Mo
             return jnp.maximum(top, here), jnp.where(here > top, first, best), picked, broken
 
         top, best, picked, broken = jax.lax.fori_loop(0, steps, body, (minus_inf, jnp.int32(0), minus_inf, zero))
-        return top, best, picked, jnp.where((broken == 0) & (top > -jnp.inf), 1.0, 0.0)
+        return top, best, picked, jnp.where((broken == 0) & (top > -jnp.inf), tiles.ONE, tiles.ZERO)
 
     top, best, picked, finite = extremes(p_row)
 
@@ -95,14 +96,15 @@ def _first_pass(*refs: Any, vocab: int, slots: int, blocks: BlockSizes, mode: Mo
         x, ids = p_row(step, tile)
         return tiles.scale(x, top, temperature), ids
 
-    def total(term: Any) -> jax.Array:
+    def total(term: Any, steps: Any = steps) -> jax.Array:
         def body(step: jax.Array, acc: jax.Array) -> jax.Array:
             return acc + jnp.sum(term(scaled(step)[0]))
 
         return jax.lax.fori_loop(0, steps, body, zero)
 
-    def largest(weight: Any, goal: jax.Array) -> jax.Array:
-        """The largest non-positive float t for which the weights of the entries at or above t reach ``goal``; -inf if none.
+    def largest(on: jax.Array, weight: Any, goal: jax.Array) -> jax.Array:
+        """The largest non-positive float t for which the weights of the entries at or above t reach ``goal``; -inf if none,
+        or if not ``on``, and then without a sweep.
 
         Its bit pattern, counted from -0.0, digit by digit: the digit is the number of candidates that are not enough.
         """
@@ -111,7 +113,9 @@ def _first_pass(*refs: Any, vocab: int, slots: int, blocks: BlockSizes, mode: Mo
 
         def refine(turn: jax.Array, base: jax.Array) -> jax.Array:
             shift = (7 - turn) * DIGIT_BITS
-            last = jnp.where(turn == 0, 7, 15)  # 31 bits: the first digit has three; the last candidate always is enough
+            last = jnp.where(
+                turn == 0, np.int32(7), np.int32(15)
+            )  # 31 bits: the first digit has three; the last candidate always is enough
             offset = base + jnp.left_shift(jnp.minimum(digit, last - 1) + 1, shift) - 1
             threshold = jax.lax.bitcast_convert_type(jnp.minimum(tiles.MINUS_ZERO + offset, tiles.MINUS_INF), jnp.float32)
 
@@ -123,19 +127,20 @@ def _first_pass(*refs: Any, vocab: int, slots: int, blocks: BlockSizes, mode: Mo
             short = jnp.sum(jnp.where((digit < last) & (reached < goal), 1, 0))
             return base + jnp.left_shift(short, shift)
 
-        base = jax.lax.fori_loop(0, 32 // DIGIT_BITS, refine, jnp.int32(0))
-        return jax.lax.bitcast_convert_type(jnp.minimum(tiles.MINUS_ZERO + base, tiles.MINUS_INF), jnp.float32)
+        base = jax.lax.fori_loop(0, jnp.where(on, np.int32(32 // DIGIT_BITS), np.int32(0)), refine, jnp.int32(0))
+        found = jax.lax.bitcast_convert_type(jnp.minimum(tiles.MINUS_ZERO + base, tiles.MINUS_INF), jnp.float32)
+        return jnp.where(on, found, -jnp.inf)
 
     log_z, cut = zero, minus_inf
-    log_p = jnp.where(token == best, 0.0, -jnp.inf)
+    log_p = jnp.where(token == best, tiles.ZERO, tiles.MINUS_INFINITY)
     if mode != "greedy":
         top_k, top_p, min_p = top_k_ref[request], top_p_ref[request], min_p_ref[request]
-        kth = jax.lax.cond(top_k > 0, lambda: largest(jnp.ones_like, top_k.astype(jnp.float32)), lambda: minus_inf)
+        kth = largest(top_k > 0, jnp.ones_like, top_k.astype(jnp.float32))
 
         def kept(s: jax.Array) -> jax.Array:
             return jnp.where(s >= kth, jnp.exp(s), 0.0)
 
-        nucleus = jax.lax.cond(top_p < 1, lambda: largest(kept, top_p * total(kept)), lambda: minus_inf)
+        nucleus = largest(top_p < 1, kept, top_p * total(kept, jnp.where(top_p < 1, np.int32(steps), np.int32(0))))
         floor = jnp.where(min_p > 0, jnp.log(jnp.maximum(min_p, tiles.TINY)), -jnp.inf)
         cut = jnp.maximum(jnp.maximum(kth, nucleus), floor)
         log_z = jnp.log(total(lambda s: jnp.where(s >= cut, jnp.exp(s), 0.0)))
@@ -166,9 +171,18 @@ def _first_pass(*refs: Any, vocab: int, slots: int, blocks: BlockSizes, mode: Mo
             return _fold(carry, tiles.perturbed(weights, noise_row(step, tile)[0]), weights, ids)
 
         _, choice, choice_log_p = jax.lax.fori_loop(0, steps, body, (minus_inf, jnp.int32(0), minus_inf))
-    columns = RowStats(top, best, finite, cut, log_z, log_p, log_q, q_finite, soft_sum, choice, choice_log_p)
-    for i, column in enumerate(columns):
-        out_ref[request, position, i] = column.astype(jnp.float32)
+    columns = {"top": top, "best": best, "finite": finite, "log_p": log_p}
+    if mode != "greedy":
+        columns |= {"cut": cut, "log_z": log_z}
+    if has_q:
+        columns |= {"log_q": log_q, "q_finite": q_finite}
+    if soft:
+        columns["soft"] = soft_sum
+    if mode == "coupled":
+        columns |= {"choice": choice, "choice_log_p": choice_log_p}
+    # What a mode does not compute stays unwritten, and nothing reads it.
+    for name, column in columns.items():
+        out_ref[request, position, RowStats._fields.index(name)] = column.astype(jnp.float32)
 
 
 def _second_pass(*refs: Any, vocab: int, blocks: BlockSizes, has_q: bool) -> None:
@@ -199,7 +213,8 @@ def _second_pass(*refs: Any, vocab: int, blocks: BlockSizes, has_q: bool) -> Non
 
     nothing = (minus_inf, jnp.int32(0), minus_inf)
     residual, plain, left_over = jax.lax.fori_loop(0, steps, body, (nothing, nothing, zero))
-    for i, column in enumerate((residual[1], residual[2], plain[1], plain[2], left_over)):
+    columns = (plain[1], plain[2], residual[1], residual[2], left_over)
+    for i, column in enumerate(columns if has_q else columns[:2]):
         out_ref[request, i] = column.astype(jnp.float32)
 
 
@@ -247,7 +262,9 @@ def verify(
             interpret=interpret,
             name="dspark_verify_draw",
         )(accepted, behind, stats, g, logits, *([log_q] if has_q else []))
-        token, log_p, plain_token, plain_log_p, left = (table[:, i] for i in range(5))
+        if not has_q:  # nothing was drafted, so nothing is taken from p
+            table = jnp.concatenate([table[:, :2], table[:, :2], jnp.zeros((batch, 1), jnp.float32)], axis=1)
+        plain_token, plain_log_p, token, log_p, left = (table[:, i] for i in range(5))
         return tiles.Draw(token.astype(jnp.int32), log_p, plain_token.astype(jnp.int32), plain_log_p, left.astype(jnp.int32))
 
     return tiles.accept(rows, draw, tokens, scheduled, filters, uniform, mode, soft)

@@ -10,10 +10,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.verify.types import Filters, Mode, RowStats, Verdict
 
 NO_ID = 2**31 - 1
+# Typed, since Pallas' Triton lowering takes a choice between two untyped scalars for one of booleans.
+ZERO, ONE, MINUS_INFINITY = np.float32(0), np.float32(1), np.float32(-np.inf)
 TINY = 1.1754943508222875e-38  # the least normal float32
 # Bit patterns of non-positive floats as int32: -0.0 is the least, and they rise as the numbers fall, up to -inf.
 MINUS_ZERO, MINUS_INF = -(2**31), -0x00800000
@@ -50,7 +53,7 @@ def log_prob(
 ) -> jax.Array:
     """Processed log-probabilities of a tile; one-hot for a greedy row."""
     soft = jnp.where(scaled >= cut, scaled - log_z, -jnp.inf)
-    hot = jnp.where(ids == best, 0.0, -jnp.inf)
+    hot = jnp.where(ids == best, ZERO, MINUS_INFINITY)
     return jnp.where(temperature == 0, hot, soft)
 
 
