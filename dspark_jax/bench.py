@@ -158,7 +158,7 @@ def warm_up(
             with contextlib.suppress(*FAILURES):  # the measurement fails in the same way, and says so
                 state = next(plan.groups()).start()
                 if state is not None:
-                    jax.block_until_ready(decode(pair.model, pair.params, state, policy, np.int32(2)))
+                    jax.block_until_ready(decode(pair.model, pair.params, state, plan.policy, np.int32(2)))
 
 
 def measure(

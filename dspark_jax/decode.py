@@ -15,7 +15,9 @@ import jax
 import jax.numpy as jnp
 
 from dspark_jax import draft, heads, target
-from dspark_jax.cache import KVCache, TokenBatch, pack, to_grid, write
+from dspark_jax.attention import context_bucket
+from dspark_jax.cache import KVCache, TokenBatch, context_sizes, pack, to_grid, write
+from dspark_jax.errors import RequestError
 from dspark_jax.params import Params
 from dspark_jax.sampling import Purpose, best_token, draft_noise, draw, gumbel, is_finite_row, log_probs, uniforms
 from dspark_jax.schedule import Policy, RoundView, check_policy
@@ -26,12 +28,38 @@ from dspark_jax.verify import AcceptResult, accept, accept_coupled, accept_greed
 def decode_step(model: ModelConfig, params: Params, state: DecodeState, policy: Policy) -> DecodeState:
     """One round for every decoding row: draft, schedule, verify, accept, commit. Rows that ended are left alone."""
     slots = check_policy(policy, model.draft)
+    if hasattr(policy, "memory") and state.memory is None:
+        raise RequestError(f"{type(policy).__name__} remembers, but the state has no memory: see decode.remembering")
     greedy = jnp.all((state.sampling.temperature == 0) | ~state.decoding)
-    proposal = propose(model, params, state, slots, greedy) if slots else None
-    scheduled = schedule(state, proposal, policy, slots)
-    logits, state = verify(model, params, state, proposal, scheduled, policy.token_sizes(state.length.shape[0], slots))
-    result = judge(state, proposal, scheduled, logits, greedy)
-    return commit(state, proposal, scheduled, result)
+    view = look(state, slots, greedy)
+
+    def drafted() -> _Round:
+        proposal = propose(model, params, state, slots, greedy) if slots else None
+        scheduled = schedule(view, proposal, policy)
+        logits, done = check(model, params, state, proposal, scheduled, sizes)
+        result = judge(state, proposal, scheduled, logits, greedy)
+        if proposal is None:
+            return _Round(jnp.zeros((rows, 0), jnp.int32), None, scheduled, result, done)
+        return _Round(proposal.tokens, proposal.confidence, scheduled, result, done)
+
+    def plain() -> _Round:
+        nothing = jnp.zeros_like(view.most)
+        logits, done = check(model, params, state, None, nothing, tuple(n for n in sizes if n <= rows), sizes[-1])
+        tokens = jnp.zeros((rows, slots), jnp.int32)
+        unknown = jnp.full((rows, slots), jnp.nan, jnp.float32) if model.drafter.confidence_head else None
+        return _Round(tokens, unknown, nothing, judge(state, None, nothing, logits, greedy), done)
+
+    rows = state.length.shape[0]
+    sizes = policy.token_sizes(rows, slots)
+    asleep = policy.asleep(view) if hasattr(policy, "asleep") else None
+    this = drafted() if asleep is None else jax.lax.cond(asleep, plain, drafted)
+    proposal = heads.Proposal(this.tokens, jnp.zeros((rows, 0, 0), jnp.float32), this.confidence) if slots else None
+    if hasattr(policy, "remember"):
+        with jax.named_scope("remember"):
+            seen = view.replace(confidence=None if this.confidence is None else jax.nn.sigmoid(this.confidence))
+            woke = jnp.ones((), bool) if asleep is None else ~asleep
+            state = state.replace(memory=policy.remember(seen, this.scheduled, this.result.accepted, woke))
+    return commit(_store(state, this.done), proposal, this.scheduled, this.result)
 
 
 def propose(model: ModelConfig, params: Params, state: DecodeState, slots: int, greedy: jax.Array) -> heads.Proposal:
@@ -72,18 +100,33 @@ def propose(model: ModelConfig, params: Params, state: DecodeState, slots: int, 
         return heads.propose(params["draft"], model.drafter, hidden, base, anchor, pick)
 
 
-def schedule(state: DecodeState, proposal: heads.Proposal | None, policy: Policy, slots: int) -> jax.Array:
-    """Step 4: drafts to check for every row, int32 ``[B]``; never more than the row may still commit, less the token
-    that the target adds."""
+def remembering(state: DecodeState, policy: Policy, slots: int) -> DecodeState:
+    """``state`` with the memory that ``policy`` starts with, if it has one; ``slots``: of ``check_policy``."""
+    memory = policy.memory(state.length.shape[0], slots) if hasattr(policy, "memory") else None
+    return state.replace(memory=memory)
+
+
+def look(state: DecodeState, slots: int, greedy: jax.Array) -> RoundView:
+    """What a policy may know before the drafter runs. A row may check no more than it may still commit, less the token that
+    the target adds."""
+    most = jnp.where(state.decoding, jnp.clip(state.limit - state.length - 1, 0, slots), 0)
+    capacity = state.target_cache.capacity
+    read = jnp.asarray(context_sizes(capacity), jnp.int32)[context_bucket(state.context, state.decoding, capacity)]
+    free = jnp.all((state.sampling.temperature == 0) | state.sampling.coupled | ~state.decoding)
+    return RoundView(
+        None, state.decoding, most, state.log.rounds, state.sampling.weight, read, greedy, free, memory=state.memory
+    )
+
+
+def schedule(view: RoundView, proposal: heads.Proposal | None, policy: Policy) -> jax.Array:
+    """Step 4: drafts to check for every row, int32 ``[B]``; at most ``view.most``."""
     with jax.named_scope("schedule"):
-        most = jnp.where(state.decoding, jnp.clip(state.limit - state.length - 1, 0, slots), 0)
-        confidence = None
         if proposal is not None and proposal.confidence is not None:
-            confidence = jax.nn.sigmoid(proposal.confidence)
-        lengths = policy.lengths(RoundView(confidence, state.decoding, most))
-        chex.assert_shape(lengths, most.shape)
+            view = view.replace(confidence=jax.nn.sigmoid(proposal.confidence))
+        lengths = policy.lengths(view)
+        chex.assert_shape(lengths, view.most.shape)
         chex.assert_type(lengths, jnp.int32)
-        return jnp.clip(lengths, 0, most)
+        return jnp.clip(lengths, 0, view.most)
 
 
 class _Pass(NamedTuple):
@@ -94,6 +137,16 @@ class _Pass(NamedTuple):
     rows: jax.Array
     positions: jax.Array
     valid: jax.Array
+
+
+class _Round(NamedTuple):
+    """A round before it is committed. tokens: int32 ``[B, n]``; confidence: logits ``[B, n]`` or None."""
+
+    tokens: jax.Array
+    confidence: jax.Array | None
+    scheduled: jax.Array
+    result: AcceptResult
+    done: _Pass
 
 
 def _forward(
@@ -118,23 +171,24 @@ def _store(state: DecodeState, done: _Pass) -> DecodeState:
     return state
 
 
-def verify(
+def check(
     model: ModelConfig,
     params: Params,
     state: DecodeState,
     proposal: heads.Proposal | None,
     scheduled: jax.Array,
     sizes: tuple[int, ...],
-) -> tuple[jax.Array, DecodeState]:
+    largest: int | None = None,
+) -> tuple[jax.Array, _Pass]:
     """Step 5: one target pass over the anchor and the scheduled drafts of every decoding row.
 
-    The pass runs at the smallest compiled size that holds the scheduled tokens. Returns float32 logits ``[B, T, V]``
-    (slots that were not scheduled mean nothing) and the state with both caches extended.
+    The pass runs at the smallest of ``sizes`` that holds the scheduled tokens. Returns float32 logits ``[B, T, V]`` (slots
+    that were not scheduled mean nothing) and what is to be stored, padded to ``largest`` (default: the last size).
     """
     anchor = jnp.take_along_axis(state.tokens, state.context[:, None], axis=1)
     grid = anchor if proposal is None else jnp.concatenate([anchor, proposal.tokens], axis=1)
     counts = jnp.where(state.decoding, 1 + scheduled, 0)
-    largest = sizes[-1]
+    largest = sizes[-1] if largest is None else largest
 
     def over(size: int) -> tuple[jax.Array, _Pass]:
         batch = pack(grid, counts, state.context, size)
@@ -151,11 +205,9 @@ def verify(
 
     with jax.named_scope("verify"):
         if len(sizes) == 1:
-            logits, done = over(largest)
-        else:
-            bucket = jnp.searchsorted(jnp.asarray(sizes, jnp.int32), jnp.sum(counts, dtype=jnp.int32), side="left")
-            logits, done = jax.lax.switch(bucket, [functools.partial(over, size) for size in sizes])
-        return logits, _store(state, done)
+            return over(sizes[0])
+        bucket = jnp.searchsorted(jnp.asarray(sizes, jnp.int32), jnp.sum(counts, dtype=jnp.int32), side="left")
+        return jax.lax.switch(bucket, [functools.partial(over, size) for size in sizes])
 
 
 def judge(
@@ -302,13 +354,15 @@ def decode(model: ModelConfig, params: Params, state: DecodeState, policy: Polic
 
 __all__ = [
     "RUNNING",
+    "check",
     "commit",
     "decode",
     "decode_step",
     "judge",
+    "look",
     "prefill",
     "prefill_step",
     "propose",
+    "remembering",
     "schedule",
-    "verify",
 ]

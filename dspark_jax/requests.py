@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from dspark_jax.decode import prefill
+from dspark_jax.decode import prefill, remembering
 from dspark_jax.errors import RequestError
 from dspark_jax.pair import Pair
+from dspark_jax.profile import bind
 from dspark_jax.sampling import SamplingParams, SamplingState
-from dspark_jax.schedule import Autoregressive, FixedLength, Policy, check_policy
+from dspark_jax.schedule import Adaptive, Autoregressive, Observed, Policy, check_policy
 from dspark_jax.state import ERROR, LENGTH, STOP, DecodeState, new_state
 
 FINISH_REASONS = {STOP: "stop", LENGTH: "length", ERROR: "error"}
@@ -99,7 +100,7 @@ class Plan:
         stops = pair.model.target.eos_token_ids if stop_token_ids is None else tuple(stop_token_ids)
         _check_ids("stop_token_ids", stops, vocab)
         if scheduler is None:
-            scheduler = FixedLength() if pair.model.draft is not None else Autoregressive()
+            scheduler = default_policy(pair)
         slots = check_policy(scheduler, pair.model.draft)
         ids = [_encode(pair, prompt, i) for i, prompt in enumerate(prompts)]
         size = batch_size if batch_size is not None else max(1, min(len(ids), MAX_BATCH))
@@ -107,7 +108,12 @@ class Plan:
         longest = max((len(p) for p in ids), default=1)
         chunk = chunk_for(longest) if chunk is None else chunk
         chunk = whole("prefill_chunk", chunk, 1)
-        return Plan(pair, ids, list(sampling), scheduler, slots, max_new_tokens, tuple(stops), size, chunk)
+        draws = coupled_where_needed(sampling, scheduler)
+        if ids and max_new_tokens:
+            context = pair.model.target.max_positions
+            capacity = capacity_for(min(longest + max_new_tokens, context), context)
+            scheduler = bind(scheduler, pair, size, capacity, sampled=not all(s.greedy for s in draws))
+        return Plan(pair, ids, draws, scheduler, slots, max_new_tokens, tuple(stops), size, chunk)
 
     def groups(self) -> Iterator[Group]:
         for start in range(0, len(self.ids), self.batch_size):
@@ -141,7 +147,8 @@ class Group:
             plan.pair.dtype,
             drafts=plan.policy.drafts,
         )
-        return prefill(plan.pair.model, plan.pair.params, state, chunk=plan.chunk)
+        state = prefill(plan.pair.model, plan.pair.params, state, chunk=plan.chunk)
+        return remembering(state, plan.policy, plan.slots)
 
     def outputs(self, state: DecodeState | None, rows: Sequence[int] | None = None) -> dict[int, Output]:
         """The answers of ``rows`` (default: all), by prompt index."""
@@ -178,6 +185,33 @@ class Group:
             reason = FINISH_REASONS[int(status[row])]
             result[index] = Output(ids, text, reason, added.tolist(), checked.tolist(), stats)
         return result
+
+
+def default_policy(pair: Pair) -> Policy:
+    """The adaptive one, by the confidence head where the draft has one; plain decoding without a draft."""
+    if pair.model.draft is None:
+        return Autoregressive()
+    return Adaptive() if pair.model.draft.confidence_head else Observed()
+
+
+def coupled_where_needed(sampling: Sequence[SamplingParams], policy: Policy) -> list[SamplingParams]:
+    """``sampling`` with ``coupled`` decided: a request with a seed gives the same tokens every time, so it is coupled where the
+    policy goes by the machine's speed or by the rest of the batch.
+
+    Raises:
+      RequestError: a policy for greedy and coupled requests only, and a request that is neither.
+    """
+    wide, free_only = (bool(getattr(policy, name, False)) for name in ("beyond_row", "free_only"))
+    out = []
+    for i, one in enumerate(sampling):
+        coupled = one.coupled if one.coupled is not None else wide and one.seed is not None
+        if free_only and not coupled and not one.greedy:
+            raise RequestError(
+                f"scheduler={type(policy).__name__} is for greedy and coupled requests; sampling of prompts[{i}] is neither:"
+                " give coupled=True"
+            )
+        out.append(dataclasses.replace(one, coupled=coupled))
+    return out
 
 
 def acceptance_by_position(verified: np.ndarray, accepted: np.ndarray, slots: int) -> tuple[float, ...]:

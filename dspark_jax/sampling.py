@@ -83,6 +83,11 @@ class SamplingParams:
                 " give a temperature above 0 or leave the filters out"
             )
 
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature is not None and (self.temperature < GREEDY_BELOW or self.top_k == 1)
+
 
 def _is_number(x: object) -> bool:
     return isinstance(x, int | float | np.integer | np.floating) and not isinstance(x, bool)
@@ -106,9 +111,8 @@ class SamplingState(flax.struct.PyTreeNode):
         seeds = [secrets.randbits(63) if p.seed is None else int(p.seed) for p in params]
         # The threefry key of a 64-bit seed is its two halves; ``jax.random.key`` would truncate it without x64.
         key = np.asarray([[s >> 32, s & 0xFFFFFFFF] for s in seeds], np.uint32).reshape(-1, 2)
-        greedy = [p.temperature is not None and (p.temperature < GREEDY_BELOW or p.top_k == 1) for p in params]
         # Filters mean nothing to a greedy row; left on, they would make every row of the batch pay for them.
-        rows = [SamplingParams() if g else p for g, p in zip(greedy, params, strict=True)]
+        rows = [SamplingParams() if p.greedy else p for p in params]
         return SamplingState(
             temperature=jnp.asarray(np.asarray([p.temperature for p in rows], np.float32)),
             top_k=jnp.asarray(np.asarray([p.top_k for p in rows], np.int32)),

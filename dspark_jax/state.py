@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import flax.struct
 import jax
@@ -60,6 +61,7 @@ class DecodeState(flax.struct.PyTreeNode):
       status: int32 ``[B]``, one of the codes above.
       is_stop: bool ``[V]``; sampling: per-row settings and keys.
       draft_cache: None when nothing is drafted.
+      memory: what the policy has learnt from earlier rounds, a pytree of its own; None for a policy that does not.
     """
 
     tokens: jax.Array
@@ -72,6 +74,7 @@ class DecodeState(flax.struct.PyTreeNode):
     target_cache: KVCache
     draft_cache: KVCache | None
     log: RoundLog
+    memory: Any = None
 
     @property
     def draft_context(self) -> KVCache:
@@ -104,12 +107,14 @@ def new_state(
     capacity: int,
     dtype: jnp.dtype,
     drafts: bool = True,
+    memory: Any = None,
 ) -> DecodeState:
     """A fresh state for ``prompts`` (already checked, see ``generate``); an empty prompt marks an idle row.
 
     Args:
       limits: total tokens (prompt included) at which each row ends; at most ``capacity``.
       drafts: whether to allocate the drafter's context cache.
+      memory: of the policy, before its first round.
     """
     rows = len(prompts)
     tokens = np.zeros((rows, capacity), np.int32)
@@ -134,6 +139,7 @@ def new_state(
         target_cache=empty_cache(t.num_layers, rows, t.num_kv_heads, capacity, t.head_dim, dtype),
         draft_cache=None if d is None else empty_cache(d.num_layers, rows, d.num_kv_heads, capacity, d.head_dim, dtype),
         log=RoundLog(jnp.zeros(rows, jnp.int32), counters(), counters(), counters(), jnp.zeros(rows, jnp.int32)),
+        memory=memory,
     )
 
 

@@ -1,6 +1,7 @@
 """Eight virtual CPU devices, JAX's strictest checks, and the fixtures that several test files share."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -18,6 +19,15 @@ jax.config.update("jax_debug_key_reuse", True)
 # directory that is already set is left alone, and the cache itself stays off.
 jax.config.update("jax_compilation_cache_dir", str(ROOT / ".pytest_cache" / "jax"))
 jax.config.update("jax_enable_compilation_cache", False)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _own_profiles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Times that tests measure stay out of the user's cache."""
+    path = tmp_path_factory.mktemp("profiles")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dspark_jax.profile.directory", lambda: path)
+        yield
 
 
 @pytest.fixture(scope="session")

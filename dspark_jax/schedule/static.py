@@ -1,47 +1,21 @@
-"""Policies: how many drafted tokens of each row the target checks (SPEC section 5).
+"""Policies that no measurement enters: fixed lengths, thresholds on the confidence, plain decoding (SPEC section 5).
 
-A policy is a frozen pytree. What changes the compiled program (a static length, cumulative or not) is static; a threshold
-is data, so that a new value never recompiles. Every policy decides about slot k from what was known before the token of
-slot k was drawn, which keeps the output law (SPEC section 5, PITFALLS L16).
+What changes the compiled program (a static length, cumulative or not) is static; a threshold is data, so that a new value
+never recompiles.
 """
 
 from __future__ import annotations
 
 import operator
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dspark_jax.config import DraftConfig
 from dspark_jax.errors import RequestError
-
-
-class RoundView(flax.struct.PyTreeNode):
-    """What a policy may look at. confidence: float32 ``[B, n]``, the probability that slot k survives given that the slots
-    before it did (None without a confidence head); active: bool ``[B]``; most: int32 ``[B]``, drafts that still fit."""
-
-    confidence: jax.Array | None
-    active: jax.Array
-    most: jax.Array
-
-
-class Policy(Protocol):
-    """drafts: whether the drafter runs at all; needs_confidence: whether a draft without that head is refused."""
-
-    drafts: ClassVar[bool]
-    needs_confidence: ClassVar[bool]
-
-    def slots(self, block_size: int) -> int:
-        """Most drafts that this policy ever checks; static."""
-
-    def token_sizes(self, rows: int, slots: int) -> tuple[int, ...]:
-        """Rising compiled token counts of the verification pass; the last is ``rows * (slots + 1)``."""
-
-    def lengths(self, view: RoundView) -> jax.Array:
-        """Verify lengths int32 ``[B]``; the loop cuts them to ``view.most`` and to 0 for idle rows."""
+from dspark_jax.schedule.base import RoundView, pass_sizes
 
 
 def _whole(rows: int, slots: int) -> tuple[int, ...]:
@@ -103,13 +77,7 @@ class Threshold(flax.struct.PyTreeNode):
         return block_size
 
     def token_sizes(self, rows: int, slots: int) -> tuple[int, ...]:
-        if rows == 1:
-            return (*(n for n in (1, 2, 3, 4, 6, 8, 12, 16) if n < slots + 1), slots + 1)
-        full, sizes, size = rows * (slots + 1), [], rows
-        while size < full:
-            sizes.append(size)
-            size *= 2
-        return (*sizes, full)
+        return pass_sizes(rows, slots)
 
     def lengths(self, view: RoundView) -> jax.Array:
         assert view.confidence is not None  # check_policy refuses drafts without the head
@@ -134,20 +102,3 @@ class Autoregressive(flax.struct.PyTreeNode):
 
     def lengths(self, view: RoundView) -> jax.Array:
         return jnp.zeros_like(view.most)
-
-
-def check_policy(policy: Policy, draft: DraftConfig | None) -> int:
-    """The number of slots that ``policy`` uses on ``draft``.
-
-    Raises:
-      RequestError: no draft, no confidence head where one is needed, or a length beyond the block.
-    """
-    if isinstance(policy, type) or not all(hasattr(policy, name) for name in ("drafts", "slots", "token_sizes", "lengths")):
-        raise RequestError(f"scheduler={policy!r} is not a policy; legal: FixedLength(), Threshold(value), Autoregressive()")
-    if not policy.drafts:
-        return 0
-    if draft is None:
-        raise RequestError(f"scheduler={type(policy).__name__} needs a draft; this pair has none: use Autoregressive()")
-    if policy.needs_confidence and not draft.confidence_head:
-        raise RequestError(f"scheduler={type(policy).__name__} needs a confidence head; this draft has none: use FixedLength()")
-    return policy.slots(draft.block_size)
