@@ -6,22 +6,29 @@ functions below them.
 
 from importlib.metadata import version as _version
 
+from dspark_jax.cost import CostTable
 from dspark_jax.errors import CheckpointError, ConfigError, DsparkError, PairError, RequestError, TextError
 from dspark_jax.generate import Delta, generate, stream
 from dspark_jax.pair import Pair, load_pair
 from dspark_jax.requests import Output, Stats
 from dspark_jax.sampling import SamplingParams
-from dspark_jax.schedule import Autoregressive, FixedLength, Threshold
+from dspark_jax.schedule import Adaptive, Algorithm1, Autoregressive, FixedLength, FullSearch, Lagged, Observed, Threshold
 
 __version__ = _version("dspark-jax")
 
 __all__ = [
+    "Adaptive",
+    "Algorithm1",
     "Autoregressive",
     "CheckpointError",
     "ConfigError",
+    "CostTable",
     "Delta",
     "DsparkError",
     "FixedLength",
+    "FullSearch",
+    "Lagged",
+    "Observed",
     "Output",
     "Pair",
     "PairError",

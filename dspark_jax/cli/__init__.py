@@ -28,6 +28,7 @@ COMMANDS = {
     "generate": _Command("dspark_jax.cli.generate", "answer prompts"),
     "bench": _Command("dspark_jax.cli.bench", "measure speculative against plain decoding on a prompt file"),
     "eval": _Command("dspark_jax.cli.evaluate", "accepted length, acceptance by position and calibration of drafts"),
+    "profile": _Command("dspark_jax.cli.profile", "measure what a round costs here, for the policies that go by it"),
     "answer": _Command("dspark_jax.cli.answer", "the target answers a prompt file, as text to train on; resumable"),
     "train": _Command("dspark_jax.cli.train", "train a draft for a target on conversations"),
     "convert": _Command("dspark_jax.checkpoint.cli", "convert a checkpoint between forms"),

@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
-import os
-import platform
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
 from dspark_jax.checkpoint.source import cache_dir, read_draft_config
 from dspark_jax.errors import RequestError
+from dspark_jax.machine import machine as machine
 from dspark_jax.pair import DTYPES, Pair, load_pair
 from dspark_jax.requests import Prompt
 from dspark_jax.sampling import SamplingParams
-from dspark_jax.schedule import Autoregressive, FixedLength, Policy, Threshold, check_policy
+from dspark_jax.schedule import (
+    Adaptive,
+    Algorithm1,
+    Autoregressive,
+    FixedLength,
+    FullSearch,
+    Lagged,
+    Observed,
+    Policy,
+    Threshold,
+    check_policy,
+)
 
-POLICY_FORMS = "ar | fixed | fixed:N | threshold:X | survival:X"
+POLICY_FORMS = "adaptive | observed | algorithm1 | lagged | full-search | ar | fixed | fixed:N | threshold:X | survival:X"
 
 
 class PromptRow(NamedTuple):
@@ -59,6 +68,12 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--top-p", type=float, default=1.0, metavar="P", help="1: off (default)")
     group.add_argument("--min-p", type=float, default=0.0, metavar="P", help="0: off (default)")
     group.add_argument("--seed", type=int, metavar="N", help="prompt i uses seed N + i; default: new ones at every call")
+    group.add_argument(
+        "--coupled",
+        action=argparse.BooleanOptionalAction,
+        help="the tokens of plain decoding with the same seed, whatever drafts and policies do (default: with --seed, where the"
+        " policy goes by the machine or the batch)",
+    )
 
 
 def add_text(parser: argparse._ActionsContainer) -> None:
@@ -107,8 +122,13 @@ def parse_policy(text: str) -> Policy:
         "fixed": lambda: FixedLength(int(value) if colon else None),
         "threshold": lambda: Threshold(float(value)),
         "survival": lambda: Threshold(float(value), cumulative=True),
+        "adaptive": Adaptive,
+        "observed": Observed,
+        "algorithm1": Algorithm1,
+        "lagged": Lagged,
+        "full-search": FullSearch,
     }
-    if name not in makers or (name == "ar" and colon):
+    if name not in makers or (colon and name not in ("fixed", "threshold", "survival")):
         raise RequestError(f"--policy={text!r} is unknown; legal: {POLICY_FORMS}")
     try:
         return makers[name]()
@@ -143,7 +163,7 @@ def sampling_for(args: argparse.Namespace, count: int) -> list[SamplingParams]:
 
     def one(index: int) -> SamplingParams:
         seed = args.seed if args.seed is None or not 0 <= args.seed < 2**32 else (args.seed + index) % 2**32
-        return SamplingParams(args.temperature, args.top_k, args.top_p, args.min_p, seed)
+        return SamplingParams(args.temperature, args.top_k, args.top_p, args.min_p, seed, args.coupled)
 
     return [one(i) for i in range(count)]
 
@@ -201,25 +221,3 @@ def as_prompt(pair: Pair, prompt: Prompt, args: argparse.Namespace) -> Prompt:
         return prompt
     system = [{"role": "system", "content": args.system}] if args.system is not None else []
     return [*system, {"role": "user", "content": prompt}]
-
-
-def machine() -> dict[str, Any]:
-    """What a measurement ran on."""
-    model = platform.processor() or platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), model)
-    except OSError:
-        pass
-    device = jax.devices()[0]
-    return {
-        "platform": device.platform,
-        "device": device.device_kind,
-        "devices": jax.device_count(),
-        "cpu": model,
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-        "jaxlib": importlib.metadata.version("jaxlib"),
-        "dspark_jax": importlib.metadata.version("dspark-jax"),
-    }
