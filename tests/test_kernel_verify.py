@@ -9,7 +9,7 @@ import pytest
 
 from dspark_jax.sampling import SamplingParams, SamplingState, best_token, draw, is_finite_row, log_probs
 from dspark_jax.verify import accept, accept_greedy
-from pallas_kernels.verify import Filters, pallas_gpu, pallas_tpu, verify
+from pallas_kernels.verify import Filters, QNorm, pallas_gpu, pallas_tpu, verify
 
 BACKENDS = ("reference", "pallas_tpu", "pallas_gpu")
 SLOTS, VOCAB = 3, 4200  # three tiles of the TPU kernel and two of the GPU kernel, the last one broken
@@ -104,6 +104,7 @@ def ours(data, mode, backend):
     arguments = {"mode": mode, "backend": backend, "interpret": backend != "reference"}
     if mode == "sample":
         arguments |= {"uniform": data["uniform"], "soft": True, "noise": lambda accepted: at(noise, accepted)}
+        arguments["q_norm"] = data.get("q_norm")
     elif mode == "coupled":
         arguments["noise"] = noise
     log_q = data["log_q"] if mode == "sample" else None
@@ -172,6 +173,26 @@ def test_contract(mode, backend):
             assert got.degenerate[[names.index("q nothing"), names.index("draft outside q")]].all()
             assert not got.ok[names.index("p all NaN")]
     assert accepted == set(range(SLOTS + 1)), "the cases must reach every length"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_draft_logits_instead_of_log_q(backend):
+    """What the markov op returns: logits and how to read them."""
+    names, data = hostile(5)
+    temperature = np.asarray(data["filters"].temperature)
+    scale = jnp.asarray(np.where(temperature == 0, 1, temperature))[:, None, None]
+    logits = data["log_q"] * scale + 3.0  # log q is then exactly what it is without the detour, up to rounding
+    top = jnp.max(jnp.where(jnp.isfinite(logits), logits, 0.0), axis=-1)
+    log_z = jax.nn.logsumexp((logits - top[..., None]) / scale, axis=-1)
+    norm = QNorm(top, jnp.where(jnp.isfinite(log_z), log_z, 0.0))
+    read = (logits - norm.top[..., None]) / scale - norm.log_z[..., None]
+    want = ours(data | {"log_q": read}, "sample", backend)
+    got = ours(data | {"log_q": logits, "q_norm": norm}, "sample", backend)
+    sound = np.asarray(want.ok)
+    for name in ("accepted", "next_token", "degenerate"):
+        np.testing.assert_array_equal(getattr(got, name)[sound], getattr(want, name)[sound])
+    np.testing.assert_allclose(got.soft, want.soft, atol=2e-5)
+    assert names and got.accepted.max() == SLOTS
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 
 from pallas_kernels import dispatch
 from pallas_kernels.verify import pallas_gpu, pallas_tpu, reference
-from pallas_kernels.verify.types import Filters, Mode, Verdict
+from pallas_kernels.verify.types import Filters, Mode, QNorm, Verdict
 
-__all__ = ["Filters", "Mode", "Verdict", "verify"]
+__all__ = ["Filters", "Mode", "QNorm", "Verdict", "verify"]
 
 MAX_VOCAB = 2**24  # ids travel through float32
 
@@ -28,6 +28,7 @@ def verify(
     scheduled: jax.Array,
     filters: Filters,
     *,
+    q_norm: QNorm | None = None,
     uniform: jax.Array | None = None,
     noise: jax.Array | Callable[[jax.Array], jax.Array] | None = None,
     mode: Mode = "sample",
@@ -51,6 +52,7 @@ def verify(
       logits: float32 or bfloat16 ``[B, T, V]``; computed with in float32.
       log_q: float32 ``[B, n, V]``, log-probabilities of what ``tokens`` were drawn from, -inf where nothing could be drawn
         (so everywhere outside a reduced draft vocabulary). Needed in mode "sample" and legal nowhere else.
+      q_norm: given, ``log_q`` holds the draft's logits instead and this tells how to read them; saves writing log_q out.
       tokens: int32 ``[B, n]``; scheduled: int32 ``[B]`` in [0, n].
       filters: per-request settings, ``[B]`` each.
       uniform: float32 ``[B, n]`` in [0, 1), mode "sample".
@@ -79,11 +81,14 @@ def verify(
         if log_q is None or uniform is None or noise is None:
             raise ValueError('mode="sample" needs log_q, uniform and noise')
         _check("log_q", log_q, (jnp.float32,), (batch, slots, vocab))
+        if q_norm is not None:
+            _check("q_norm.top", q_norm.top, (jnp.float32,), (batch, slots))
+            _check("q_norm.log_z", q_norm.log_z, (jnp.float32,), (batch, slots))
         _check("uniform", uniform, (jnp.float32,), (batch, slots))
         if not callable(noise):
             _check("noise", noise, (jnp.float32,), (batch, vocab))
-    elif log_q is not None or uniform is not None or soft:
-        raise ValueError(f'mode="{mode}" takes no log_q, uniform or soft: it does not look at q')
+    elif log_q is not None or q_norm is not None or uniform is not None or soft:
+        raise ValueError(f'mode="{mode}" takes no log_q, q_norm, uniform or soft: it does not look at q')
     elif mode == "greedy" and noise is not None:
         raise ValueError('mode="greedy" takes no noise')
     elif mode == "coupled":
@@ -92,7 +97,7 @@ def verify(
         _check("noise", noise, (jnp.float32,), (batch, width, vocab))
 
     static: dict[str, Any] = {"mode": mode, "soft": soft}
-    operands = [logits, log_q, tokens, scheduled, filters, uniform]
+    operands = [logits, log_q, q_norm, tokens, scheduled, filters, uniform]
     if callable(noise):
         static["noise"] = noise
     else:

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.verify import tiles
-from pallas_kernels.verify.types import Filters, Mode, RowStats, Verdict
+from pallas_kernels.verify.types import Filters, Mode, QNorm, RowStats, Verdict
 
 WARP = 32
 DIGIT_BITS = 4
@@ -154,12 +154,16 @@ def _first_pass(*refs: Any, vocab: int, slots: int, blocks: BlockSizes, mode: Mo
     choice, choice_log_p = best, zero
     if has_q:
         # The last position has no draft; what it reads of another slot is looked at by nobody.
-        q_row = _row(extra_ref, (request, jnp.minimum(position, slots - 1)), vocab)
+        slot = jnp.minimum(position, slots - 1)
+        q_row = _row(extra_ref, (request, slot), vocab)
+        norm = (refs[7][request, slot], refs[8][request, slot]) if len(refs) > 8 else None
         _, _, log_q, q_finite = extremes(q_row)
+        log_q = tiles.log_q_of(log_q, norm, temperature)
         if soft:
 
             def overlap(step: jax.Array, acc: jax.Array) -> jax.Array:
-                q = tiles.without_nan(q_row(step, tile)[0])
+                raw, ids = q_row(step, tile)
+                q = jnp.where(ids < vocab, tiles.log_q_of(raw, norm, temperature), -jnp.inf)
                 return acc + jnp.sum(jnp.minimum(jnp.exp(log_probs(step)[0]), jnp.exp(q)))
 
             soft_sum = jax.lax.fori_loop(0, steps, overlap, zero)
@@ -185,7 +189,7 @@ def _first_pass(*refs: Any, vocab: int, slots: int, blocks: BlockSizes, mode: Mo
         out_ref[request, position, RowStats._fields.index(name)] = column.astype(jnp.float32)
 
 
-def _second_pass(*refs: Any, vocab: int, blocks: BlockSizes, has_q: bool) -> None:
+def _second_pass(*refs: Any, vocab: int, blocks: BlockSizes, has_q: bool, normed: bool) -> None:
     at_ref, q_at_ref, stats_ref, noise_ref, x_ref = refs[:5]
     out_ref = refs[-1]
     request = pl.program_id(0)
@@ -195,6 +199,7 @@ def _second_pass(*refs: Any, vocab: int, blocks: BlockSizes, has_q: bool) -> Non
     q_row = _row(refs[5], (request, q_at_ref[request]), vocab) if has_q else None
     top, best, temperature, cut, log_z = (stats_ref[request, i] for i in range(5))
     best = best.astype(jnp.int32)
+    norm = (stats_ref[request, 5], stats_ref[request, 6]) if normed else None
     minus_inf, zero = jnp.float32(-jnp.inf), jnp.float32(0)
 
     def body(step: jax.Array, carry: tuple[Any, Any, jax.Array]) -> tuple[Any, Any, jax.Array]:
@@ -205,7 +210,7 @@ def _second_pass(*refs: Any, vocab: int, blocks: BlockSizes, has_q: bool) -> Non
         log_p = jnp.where(ids < vocab, log_p, -jnp.inf)
         plain = _fold(plain, tiles.perturbed(log_p, noise), log_p, ids)
         if q_row is not None:
-            left = jnp.maximum(jnp.exp(log_p) - jnp.exp(tiles.without_nan(q_row(step, tile)[0])), 0.0)
+            left = jnp.maximum(jnp.exp(log_p) - jnp.exp(tiles.log_q_of(q_row(step, tile)[0], norm, temperature)), 0.0)
             weights = jnp.where(left > 0, jnp.log(left), -jnp.inf)
             residual = _fold(residual, tiles.perturbed(weights, noise), log_p, ids)
             left_over = jnp.maximum(left_over, jnp.max(jnp.where(left > 0, 1.0, 0.0)))
@@ -221,6 +226,7 @@ def _second_pass(*refs: Any, vocab: int, blocks: BlockSizes, has_q: bool) -> Non
 def verify(
     logits: jax.Array,
     log_q: jax.Array | None,
+    q_norm: QNorm | None,
     tokens: jax.Array,
     scheduled: jax.Array,
     filters: Filters,
@@ -239,6 +245,10 @@ def verify(
 
     def rows() -> RowStats:
         operands = [logits, jnp.pad(tokens, ((0, 0), (0, 1))), *filters]
+        if extra is not None:
+            operands.append(extra)
+        if has_q and q_norm is not None:
+            operands += q_norm
         table = pl.pallas_call(
             functools.partial(
                 _first_pass, vocab=vocab, slots=width - 1, blocks=blocks, mode=mode, has_q=has_q, soft=soft and has_q
@@ -248,20 +258,22 @@ def verify(
             compiler_params=params,
             interpret=interpret,
             name="dspark_verify_rows",
-        )(*operands, *([] if extra is None else [extra]))
+        )(*operands)
         return tiles.unpack(table)
 
     def draw(here: RowStats, accepted: jax.Array, behind: jax.Array) -> tiles.Draw:
         g = noise(accepted) if callable(noise) else noise
-        stats = jnp.stack([here.top, here.best.astype(jnp.float32), filters.temperature, here.cut, here.log_z], axis=1)
+        stats = [here.top, here.best.astype(jnp.float32), filters.temperature, here.cut, here.log_z]
+        if has_q and q_norm is not None:
+            stats += [jnp.take_along_axis(x, behind[:, None], axis=1)[:, 0] for x in q_norm]
         table = pl.pallas_call(
-            functools.partial(_second_pass, vocab=vocab, blocks=blocks, has_q=has_q),
+            functools.partial(_second_pass, vocab=vocab, blocks=blocks, has_q=has_q, normed=has_q and q_norm is not None),
             grid=(batch,),
             out_shape=jax.ShapeDtypeStruct((batch, DRAW_COLUMNS), jnp.float32),
             compiler_params=params,
             interpret=interpret,
             name="dspark_verify_draw",
-        )(accepted, behind, stats, g, logits, *([log_q] if has_q else []))
+        )(accepted, behind, jnp.stack(stats, axis=1), g, logits, *([log_q] if has_q else []))
         if not has_q:  # nothing was drafted, so nothing is taken from p
             table = jnp.concatenate([table[:, :2], table[:, :2], jnp.zeros((batch, 1), jnp.float32)], axis=1)
         plain_token, plain_log_p, token, log_p, left = (table[:, i] for i in range(5))

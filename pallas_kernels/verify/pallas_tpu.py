@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.verify import tiles
-from pallas_kernels.verify.types import Filters, Mode, RowStats, Verdict
+from pallas_kernels.verify.types import Filters, Mode, QNorm, RowStats, Verdict
 
 LANES = 128
 MAX_TILE = 2048  # 8 x 2048 float32 are 16 of 64 vector registers
@@ -90,6 +90,7 @@ def _first_pass(*refs: Any, vocab: int, tile: int, mode: Mode, has_q: bool, soft
     out_ref = refs[-1]
     x_ref, token_ref, temperature_ref, top_k_ref, top_p_ref, min_p_ref = refs_in[:6]
     extra_ref = refs_in[6] if len(refs_in) > 6 else None  # q in sample mode, noise in coupled mode
+    norm = (refs_in[7][0], refs_in[8][0]) if len(refs_in) > 7 else None
     token, temperature = token_ref[0], temperature_ref[0]
     rows = token.shape[0]
     steps = pl.cdiv(vocab, tile)
@@ -174,10 +175,12 @@ def _first_pass(*refs: Any, vocab: int, tile: int, mode: Mode, has_q: bool, soft
     choice, choice_log_p = best, full(0.0)
     if has_q:
         _, _, log_q, q_finite = extremes(extra_ref)
+        log_q = tiles.log_q_of(log_q, norm, temperature)
     if soft:
 
         def overlap(step: jax.Array, acc: jax.Array) -> jax.Array:
-            q = jnp.where(ids_of(step) < vocab, tiles.without_nan(part(extra_ref, step)), -jnp.inf)
+            q = tiles.log_q_of(part(extra_ref, step), norm, temperature)
+            q = jnp.where(ids_of(step) < vocab, q, -jnp.inf)
             return acc + jnp.sum(jnp.minimum(jnp.exp(log_probs(step)), jnp.exp(q)), axis=-1, keepdims=True)
 
         soft_sum = jax.lax.fori_loop(0, steps, overlap, full(0.0))
@@ -217,7 +220,9 @@ def _sweep(vocab: int, tile: int, body: Any, carry: Any) -> Any:
     return body(whole * tile, vocab % tile, carry) if vocab % tile else carry
 
 
-def _second_pass(*refs: Any, vocab: int, tile: int, has_q: bool, batch: int, slot_major: bool, group: int, inner: int) -> None:
+def _second_pass(
+    *refs: Any, vocab: int, tile: int, has_q: bool, normed: bool, batch: int, slot_major: bool, group: int, inner: int
+) -> None:
     at_ref, q_at_ref, stats_ref, noise_ref = refs[:4]
     refs = refs[4:]
     x_hbm, q_hbm = (refs[0], refs[1]) if has_q else (refs[0], None)
@@ -275,7 +280,8 @@ def _second_pass(*refs: Any, vocab: int, tile: int, has_q: bool, batch: int, slo
             for copy in direct(j):
                 copy.wait()
 
-    top, best, temperature, cut, log_z = (stats_ref[:, i : i + 1] for i in range(5))
+    top, best, temperature, cut, log_z, q_top, q_log_z = (stats_ref[:, i : i + 1] for i in range(7))
+    norm = (q_top, q_log_z) if normed else None
     best = best.astype(jnp.int32)
 
     def full(value: float, dtype: Any = jnp.float32) -> jax.Array:
@@ -289,7 +295,7 @@ def _second_pass(*refs: Any, vocab: int, tile: int, has_q: bool, batch: int, slo
         log_p = tiles.log_prob(tiles.scale(x_rows[:, span], top, temperature), ids, temperature, best, cut, log_z)
         plain = _better(plain, log_p, noise, ids)
         if q_hbm is not None:
-            left = jnp.maximum(jnp.exp(log_p) - jnp.exp(tiles.without_nan(q_rows[:, span])), 0.0)
+            left = jnp.maximum(jnp.exp(log_p) - jnp.exp(tiles.log_q_of(q_rows[:, span], norm, temperature)), 0.0)
             weights = jnp.where(left > 0, jnp.log(left), -jnp.inf)
             residual = _better_of(residual, tiles.perturbed(weights, noise), log_p, ids)
             left_over = jnp.maximum(left_over, _any(left > 0))
@@ -307,6 +313,7 @@ def _second_pass(*refs: Any, vocab: int, tile: int, has_q: bool, batch: int, slo
 def verify(
     logits: jax.Array,
     log_q: jax.Array | None,
+    q_norm: QNorm | None,
     tokens: jax.Array,
     scheduled: jax.Array,
     filters: Filters,
@@ -341,6 +348,10 @@ def verify(
             operands.append(wide)
             # Python's min would need concrete indices.
             specs.append(pl.BlockSpec(whole, lambda i, j: (jnp.minimum(i, last[0]), jnp.minimum(j, last[1]), 0)))
+        if has_q and q_norm is not None:
+            for per_slot in q_norm:
+                operands.append(arrange(jnp.pad(per_slot, ((0, 0), (0, 1))))[..., None])
+                specs.append(pl.BlockSpec(line, lambda i, j: (i, j, 0)))
         table = pl.pallas_call(
             functools.partial(_first_pass, vocab=vocab, tile=blocks.tile, mode=mode, has_q=has_q, soft=soft and has_q),
             grid=(outer, pl.cdiv(inner, blocks.rows)),
@@ -356,7 +367,10 @@ def verify(
     def draw(here: RowStats, accepted: jax.Array, behind: jax.Array) -> tiles.Draw:
         g = noise(accepted) if callable(noise) else noise
         columns = (here.top, here.best.astype(jnp.float32), filters.temperature, here.cut, here.log_z)
-        stats = jnp.stack([*columns, *[here.top] * 3], axis=1)
+        norm = [jnp.zeros_like(here.top)] * 2
+        if has_q and q_norm is not None:
+            norm = [jnp.take_along_axis(x, behind[:, None], axis=1)[:, 0] for x in q_norm]
+        stats = jnp.stack([*columns, *norm, here.top], axis=1)
         step_rows = min(batch, 8)
         packed = blocks.group > 1
         hbm = [x] if not has_q else [x, arrange(log_q)]
@@ -373,6 +387,7 @@ def verify(
                 vocab=vocab,
                 tile=blocks.tile,
                 has_q=has_q,
+                normed=q_norm is not None,
                 batch=batch,
                 slot_major=blocks.slot_major,
                 group=blocks.group,

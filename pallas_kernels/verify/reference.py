@@ -10,7 +10,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.verify.types import Filters, Mode, Verdict
+from pallas_kernels.verify.types import Filters, Mode, QNorm, Verdict
 
 
 def usable(rows: jax.Array) -> jax.Array:
@@ -59,6 +59,7 @@ def gumbel_max(weights: jax.Array, noise: jax.Array) -> jax.Array:
 def verify(
     logits: jax.Array,
     log_q: jax.Array | None,
+    q_norm: QNorm | None,
     tokens: jax.Array,
     scheduled: jax.Array,
     filters: Filters,
@@ -77,6 +78,9 @@ def verify(
         log_p = jnp.where(jax.nn.one_hot(jnp.argmax(logits, axis=-1), vocab, dtype=bool), 0.0, -jnp.inf)
     else:
         log_p, ok = target_log_probs(logits, filters)
+    if log_q is not None and q_norm is not None:
+        scale = jnp.where(filters.temperature == 0, 1.0, filters.temperature)[:, None, None]
+        log_q = (log_q - q_norm.top[..., None]) / scale - q_norm.log_z[..., None]
     q_ok = None if log_q is None else usable(log_q)
     overlap = None
     if soft:

@@ -57,6 +57,11 @@ def log_prob(
     return jnp.where(temperature == 0, hot, soft)
 
 
+def log_q_of(x: jax.Array, norm: tuple[jax.Array, jax.Array] | None, temperature: jax.Array) -> jax.Array:
+    """log q of draft logits and their (top, log_z), or of what is log q already."""
+    return without_nan(x) if norm is None else scale(x, norm[0], temperature) - norm[1]
+
+
 def perturbed(weights: jax.Array, noise: jax.Array) -> jax.Array:
     """Scores of the Gumbel-max rule; a token of zero mass never wins."""
     return jnp.where(weights > -jnp.inf, weights + noise, -jnp.inf)

@@ -19,6 +19,14 @@ class Filters(NamedTuple):
     min_p: jax.Array
 
 
+class QNorm(NamedTuple):
+    """How to read draft logits as log-probabilities: log q = (logits - top) / temperature - log_z, float32 ``[B, n]`` each,
+    with the request's temperature, or 1 for a greedy request. The markov op returns both."""
+
+    top: jax.Array
+    log_z: jax.Array
+
+
 class Verdict(NamedTuple):
     """The result of a round.
 
