@@ -6,6 +6,7 @@ mistake each and must be told apart by the same test (PITFALLS group 1).
 
 import itertools
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,9 +15,10 @@ import pytest
 from dspark_jax import decode as loop
 from dspark_jax import target, verify
 from dspark_jax.cache import empty_cache, pack
-from dspark_jax.decode import prefill
-from dspark_jax.sampling import SamplingParams, SamplingState, log_probs
-from dspark_jax.schedule import FixedLength, Threshold
+from dspark_jax.cost import CostTable
+from dspark_jax.decode import prefill, remembering
+from dspark_jax.sampling import Purpose, SamplingParams, SamplingState, gumbel, log_probs
+from dspark_jax.schedule import Adaptive, Algorithm1, FixedLength, Lagged, Observed, Threshold
 from dspark_jax.state import new_state
 from tests.stats import chi_square_p
 from tests.toys import draft_config, target_config, toy_pair
@@ -65,6 +67,10 @@ def exact_law(pair, params):
     return np.exp(np.asarray(picked, np.float64).sum(1))
 
 
+COST = CostTable.make([1, 2, 3, 4, 200], [1.0, 1.6, 1.65, 1.7, 30.0], draft=0.1)
+PRICED = [Algorithm1(COST), Lagged(COST), Adaptive(COST), Observed(COST)]
+
+
 def observed(pair, params, policy, batches, rows=2048):
     """Counts of every continuation over ``batches`` runs of the real prefill and loop with ``rows`` seeded requests."""
     # A fresh function every time: controls change what is traced, and a cached trace would hide it.
@@ -75,6 +81,7 @@ def observed(pair, params, policy, batches, rows=2048):
     for batch in range(batches):
         state = new_state(pair.model, [PROMPT] * rows, repeat(params, rows, batch * rows), [limit] * rows, (), 16, jnp.float32)
         state = prefill(pair.model, pair.params, state, chunk=4)
+        state = remembering(state, policy, pair.model.drafter.block_size)
         state = run(pair.model, pair.params, state, policy, np.int32(1000))
         assert int(state.length.min()) == limit
         ids = np.asarray(state.tokens[:, len(PROMPT) : len(PROMPT) + LOOK])
@@ -97,6 +104,61 @@ def test_output_law_under_every_sampling_setting(setting, policy):
 def test_output_law_with_every_head(kind):
     pair, params = make_pair(kind), SETTINGS["temperature"]
     assert chi_square_p(observed(pair, params, Threshold(0.5, cumulative=True), 8), exact_law(pair, params)) > 1e-4
+
+
+@pytest.mark.parametrize("policy", PRICED, ids=lambda p: type(p).__name__)
+def test_output_law_under_priced_policies(policy):
+    """Rows share the room of a batch, and what earlier rounds left behind decides with them."""
+    pair, params = make_pair(), SETTINGS["temperature"]
+    assert chi_square_p(observed(pair, params, policy, 256, 64), exact_law(pair, params)) > 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows, batches", [(1, 6000), (5, 3000)])
+@pytest.mark.parametrize("policy", PRICED, ids=lambda p: type(p).__name__)
+def test_output_law_under_priced_policies_in_small_batches(policy, rows, batches):
+    pair, params = make_pair(), SETTINGS["temperature"]
+    assert chi_square_p(observed(pair, params, policy, batches, rows), exact_law(pair, params)) > 1e-4
+
+
+def test_output_law_of_coupled_requests():
+    pair, params = make_pair(), SamplingParams(temperature=1.0, coupled=True)
+    assert chi_square_p(observed(pair, params, FixedLength(), 8), exact_law(pair, params)) > 1e-4
+
+
+class Echo(flax.struct.PyTreeNode):
+    """Checks everything where the last round's third confidence was high, which has seen its second token."""
+
+    drafts, needs_confidence = True, True
+
+    def slots(self, block_size):
+        return block_size
+
+    def token_sizes(self, rows, slots):
+        return (rows * (slots + 1),)
+
+    def memory(self, rows, slots):
+        return jnp.zeros(rows, jnp.float32)
+
+    def lengths(self, view):
+        return jnp.where(view.memory > jnp.mean(view.memory), view.most, 0)
+
+    def remember(self, view, lengths, accepted, drafted):
+        return view.confidence[:, 2]
+
+
+def test_memories_of_drafts_need_fresh_noise(monkeypatch):
+    """A draft that was not committed left its mark in the confidences behind it. A policy may remember them, because the next
+    round draws with other noise; with noise by position alone it would know the token that it decides about."""
+    pair, params = make_pair(), SETTINGS["temperature"]
+    law = exact_law(pair, params)
+    assert chi_square_p(observed(pair, params, Echo(), 8), law) > 1e-4
+
+    def by_position(sampling, length, slot, vocab):
+        return gumbel(sampling.key, (length + slot)[:, None], Purpose.DRAFT, vocab)[:, 0]
+
+    monkeypatch.setattr(loop, "draft_noise", by_position)
+    assert chi_square_p(observed(pair, params, Echo(), 8), law) < 1e-6
 
 
 def same_purpose(monkeypatch):
