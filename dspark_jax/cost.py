@@ -24,15 +24,24 @@ FORM = 1  # of the file; raise when its meaning changes
 
 class Curve(flax.struct.PyTreeNode):
     """Seconds of a round at one context length. tokens: float32 ``[S]``; seconds: float32 ``[S]``, drafter and overhead
-    included; plain: float32 scalar, a round of one token a row without the drafter."""
+    included; draft: float32 scalar, the drafter; plain: float32 scalar, a round of one token for each of ``rows`` (float32
+    scalar) without the drafter, nan where it was not measured."""
 
     tokens: jax.Array
     seconds: jax.Array
+    draft: jax.Array
     plain: jax.Array
+    rows: jax.Array
 
     def at(self, tokens: jax.Array) -> jax.Array:
         """Seconds of a round over ``tokens`` (any shape), straight lines between the measured sizes."""
         return _interpolate(tokens.astype(jnp.float32), self.tokens, self.seconds)
+
+    def plain_at(self, tokens: jax.Array) -> jax.Array:
+        """Seconds of a round over ``tokens`` (scalar), one a row, without the drafter."""
+        here, full = self.at(jnp.stack([tokens.astype(jnp.float32), self.rows]))
+        measured = jnp.maximum(self.plain + here - full, 0.1 * self.plain)
+        return jnp.where(jnp.isnan(self.plain), here - self.draft, measured)
 
 
 class CostTable(flax.struct.PyTreeNode):
@@ -41,7 +50,8 @@ class CostTable(flax.struct.PyTreeNode):
     Attributes:
       tokens: float32 ``[S]``, tokens of a pass; contexts: float32 ``[C]``.
       passes: float32 ``[2, C, S]``, one pass of the target with what belongs to it (accept rule, cache).
-      draft: float32 ``[2, C]``, the drafter; plain: float32 ``[2, C]``, a round of one token for each of ``rows``.
+      draft: float32 ``[2, C]``, the drafter; plain: float32 ``[2, C]``, a round of one token for each of ``rows`` without
+        it, nan where that was not measured.
       overhead: float32 scalar, what every round costs besides.
       rows: the batch size that it was measured at, static; None: any.
     """
@@ -72,7 +82,7 @@ class CostTable(flax.struct.PyTreeNode):
         Args:
           tokens, contexts: strictly rising.
           seconds: of a pass, ``[S]``, ``[C, S]`` or ``[2, C, S]``; draft: a number, ``[C]`` or ``[2, C]``.
-          plain: of a round without drafter, like ``draft``; None: that of ``rows`` (else the fewest) tokens.
+          plain: of a round of ``rows`` tokens without drafter, like ``draft``; None: what a pass over them costs.
 
         Raises:
           RequestError: a wrong shape, or a number that is not finite and positive (``draft``, ``overhead``: at least 0).
@@ -83,8 +93,10 @@ class CostTable(flax.struct.PyTreeNode):
         drafter = _filled("draft", draft, (2, len(lengths)), True)
         extra = _filled("overhead", overhead, (), True)
         passes = _envelope(_envelope(passes, 2), 1)
-        first = 0 if rows is None else min(int(np.searchsorted(sizes, rows)), len(sizes) - 1)
-        alone = passes[:, :, first] + extra if plain is None else _filled("plain", plain, (2, len(lengths)), False)
+        nothing = np.full((2, len(lengths)), np.nan)
+        alone = nothing if plain is None else _filled("plain", plain, nothing.shape, False)
+        if plain is not None and rows is None:
+            raise RequestError("CostTable: plain needs rows, the batch size that it was measured at")
         if rows is not None and (isinstance(rows, bool) or not isinstance(rows, int | np.integer) or rows < 1):
             raise RequestError(f"CostTable: rows={rows!r} must be None or an integer of at least 1")
         return CostTable(
@@ -105,7 +117,8 @@ class CostTable(flax.struct.PyTreeNode):
             _interpolate(at[None], self.contexts, jnp.moveaxis(x[kind].reshape(len(self.contexts), -1), 0, 1))[:, 0]
             for x in (self.passes, self.draft, self.plain)
         )
-        return Curve(self.tokens, passes + draft + self.overhead, plain[0])
+        rows = jnp.asarray(1 if self.rows is None else self.rows, jnp.float32)
+        return Curve(self.tokens, passes + draft + self.overhead, draft[0], plain[0], rows)
 
 
 def _interpolate(x: jax.Array, at: jax.Array, values: jax.Array) -> jax.Array:

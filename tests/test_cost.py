@@ -28,7 +28,7 @@ def test_between_and_beyond_measured_points():
     np.testing.assert_allclose(seconds(table, 200, [1, 4]), np.array([1.5, 4.5]) + 0.85, rtol=1e-6)
     np.testing.assert_allclose(seconds(table, 500, [1, 4]), np.array([3, 9]) + 1.15, rtol=1e-6)  # continued above
     curve = table.curve(jnp.asarray(300, jnp.int32), jnp.asarray(True))
-    assert float(curve.plain) == pytest.approx(2.25)
+    assert float(curve.plain_at(jnp.asarray(1, jnp.int32))) == pytest.approx(2.25)  # a pass over one token, and no drafter
 
 
 def test_kinds_rows_and_one_point():
@@ -37,7 +37,11 @@ def test_kinds_rows_and_one_point():
     one = CostTable.make([4], [2.0])
     np.testing.assert_allclose(seconds(one, 0, [1, 4, 9]), 2)
     batch = CostTable.make([2, 8, 16], [1, 2, 3], rows=8)
-    assert batch.rows == 8 and float(batch.plain[0, 0]) == 2
+    assert batch.rows == 8
+    measured = CostTable.make([2, 8, 16], [1, 2, 3], draft=0.5, plain=1.8, rows=8)
+    for table, wanted in ((batch, [1, 2]), (measured, [0.8, 1.8])):  # two rows are left, or all
+        curve = table.curve(jnp.asarray(0, jnp.int32), jnp.asarray(True))
+        assert [float(curve.plain_at(jnp.asarray(n, jnp.int32))) for n in (2, 8)] == pytest.approx(wanted)
 
 
 def test_a_larger_pass_that_is_cheaper_bounds_the_smaller():
@@ -62,6 +66,7 @@ def test_a_larger_pass_that_is_cheaper_bounds_the_smaller():
         (dict(draft=-1), "draft holds -1"),
         (dict(overhead=float("nan")), "overhead"),
         (dict(rows=0), "rows=0"),
+        (dict(plain=1.0), "plain needs rows"),
     ],
 )
 def test_bad_tables_are_refused_by_name(change, words):

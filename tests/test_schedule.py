@@ -387,6 +387,7 @@ def simulate(policy, truth, said, rounds, cost_of_plain=1.0, seed=0, rows=1):
     return memory, [np.asarray(x) for x in zip(*log, strict=True)]
 
 
+MANY = CostTable.make([64, 128, 192, 256, 320], [1.0, 1.1, 1.15, 1.2, 1.25], draft=0.2, rows=64)
 CHEAP = dict(tokens=(1, 2, 3, 4, 5), seconds=[1.0, 1.1, 1.15, 1.2, 1.25], draft=0.2, rows=1)
 
 
@@ -414,7 +415,7 @@ def test_observed_acceptance_converges():
     assert (lengths[:10] >= 1).all()
     from dspark_jax.schedule.adaptive import BATCH_PRIOR, PRIOR, _chain
 
-    many, _ = simulate(Observed(CostTable.make(**CHEAP | dict(rows=None))), lambda _: truth, [0.5] * 4, 200, rows=64)
+    many, _ = simulate(Observed(MANY), lambda _: truth, [0.5] * 4, 200, rows=64)
     rates = np.asarray(_chain(many.hit.sum(0), many.seen.sum(0), BATCH_PRIOR, PRIOR))
     np.testing.assert_allclose(rates, truth, rtol=0.05)
 
@@ -422,7 +423,7 @@ def test_observed_acceptance_converges():
 def test_an_overconfident_head_is_corrected():
     from dspark_jax.schedule.adaptive import _bias
 
-    policy = Adaptive(CostTable.make(**CHEAP | dict(rows=None)))
+    policy = Adaptive(MANY)
     memory, _ = simulate(policy, lambda _: [0.4, 0.4, 0.4, 0.4], [0.8] * 4, 200, rows=64)
     np.testing.assert_allclose(_bias(memory)[:2], 0.5, atol=0.06)
 

@@ -110,7 +110,7 @@ class _Learning(flax.struct.PyTreeNode, Priced):
         ranking = Ranking.of(weight * self._survival(view, learned), view)
         gained = 1 + ranking.sums / base
         count = jnp.arange(rows * slots + 1, dtype=jnp.int32)
-        time = self._time(view, covering(sizes, first + count), rows, sizes)
+        time = self._time(view, covering(sizes, first + count), sizes)
         price = jnp.maximum(learned.speed, 1.0)
         value = gained - price * time
         chosen = jnp.argmax(value).astype(jnp.int32)
@@ -153,7 +153,7 @@ class _Learning(flax.struct.PyTreeNode, Priced):
         used = covering(sizes, active_rows(view) + jnp.sum(lengths, dtype=jnp.int32))
         # Half what came true, half what was foreseen: the latter is less noisy, and right once the bias is known.
         tokens = FORGET_RATE * learned.tokens + 1 + (foreseen + found) / 2
-        time = FORGET_RATE * learned.time + self._time(view, used[None], rows, sizes)[0]
+        time = FORGET_RATE * learned.time + self._time(view, used[None], sizes)[0]
         tried = learned.tried + 1
         poor = (tokens < (1 + jnp.asarray(self.margin, jnp.float32)) * time) & (tried >= _patience(learned))
         nap = jnp.where(tried >= WELL, SHORTEST_NAP, learned.nap)
@@ -178,12 +178,10 @@ class _Learning(flax.struct.PyTreeNode, Priced):
         assert view.confidence is not None  # check_policy refuses drafts without the head
         return survival(view.confidence * _bias(learned)[None, :])
 
-    def _time(self, view: RoundView, tokens: jax.Array, rows: int, sizes: tuple[int, ...]) -> jax.Array:
+    def _time(self, view: RoundView, tokens: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
         """Time of a drafted round over ``tokens``, in plain rounds of the rows that are left."""
         curve = self.curve(view)
-        ends = curve.at(covering(sizes, jnp.stack([active_rows(view), jnp.asarray(rows, jnp.int32)])))
-        plain = jnp.maximum(curve.plain + ends[0] - ends[1], 0.1 * curve.plain)
-        return curve.at(tokens) / plain
+        return curve.at(tokens) / curve.plain_at(covering(sizes, active_rows(view)))
 
 
 class Adaptive(_Learning):
