@@ -213,7 +213,7 @@ def _all_sizes(found: Mapping[str, float], sizes: Sequence[int]) -> np.ndarray:
 
 def _over_contexts(at: np.ndarray, values: np.ndarray) -> np.ndarray:
     """``values [c, n]``, measured at ``at [c]``, over ``CONTEXTS``: straight lines, continued behind the last, rising."""
-    values = np.maximum.accumulate(values, axis=0)
+    values = np.flip(np.minimum.accumulate(np.flip(values, 0), 0), 0)  # a longer context is never cheaper
     columns = np.stack([np.interp(CONTEXTS, at, column) for column in values.T], axis=1)
     if len(at) > 1:
         beyond = np.maximum(np.asarray(CONTEXTS) - at[-1], 0.0)[:, None]

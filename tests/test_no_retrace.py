@@ -5,10 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dspark_jax.decode import decode
+from dspark_jax.cost import CostTable
+from dspark_jax.decode import decode, remembering
 from dspark_jax.generate import generate
+from dspark_jax.profile import profile
 from dspark_jax.sampling import SamplingParams, SamplingState
-from dspark_jax.schedule import Autoregressive, FixedLength, Threshold
+from dspark_jax.schedule import Adaptive, Autoregressive, FixedLength, Lagged, Threshold
 from dspark_jax.state import new_state
 from tests.toys import toy_pair
 
@@ -26,7 +28,7 @@ jax.monitoring.register_event_duration_secs_listener(listen)
 def test_two_hundred_random_calls_compile_nothing():
     """J01, J02: lengths, thresholds, seeds, temperatures, stop tokens and limits roam; shapes do not."""
     pair = toy_pair()
-    rng = np.random.default_rng(0)
+    rng, table = np.random.default_rng(0), None
 
     def call():
         rows = 3
@@ -34,7 +36,8 @@ def test_two_hundred_random_calls_compile_nothing():
         params = [
             SamplingParams(temperature=float(rng.choice([0.0, 0.7, 1.0])), seed=int(rng.integers(2**31))) for _ in range(rows)
         ]
-        policy = [FixedLength(), Threshold(float(rng.random())), Autoregressive()][int(rng.integers(3))]
+        priced = Adaptive(jax.tree.map(lambda x: x * np.float32(rng.uniform(0.5, 2)), table), margin=float(rng.random()))
+        policy = [FixedLength(), Threshold(float(rng.random())), Autoregressive(), None, priced][int(rng.integers(5))]
         generate(
             pair,
             prompts,
@@ -47,6 +50,9 @@ def test_two_hundred_random_calls_compile_nothing():
     generate(pair, [[1], [2], [3]], SamplingParams(temperature=1.0), FixedLength(), max_new_tokens=9)
     generate(pair, [[1], [2], [3]], SamplingParams(temperature=1.0), Threshold(0.1), max_new_tokens=9)
     generate(pair, [[1], [2], [3]], SamplingParams(temperature=1.0), Autoregressive(), max_new_tokens=9)
+    generate(pair, [[1], [2], [3]], SamplingParams(temperature=1.0), max_new_tokens=9)
+    table = profile(pair, 3, 256, quick=True).table
+    generate(pair, [[1], [2], [3]], SamplingParams(temperature=1.0), Adaptive(table), max_new_tokens=9)
     jax.jit(lambda x: x + 1)(np.float32(len(compilations)))
     assert compilations, "the listener hears nothing; the test would pass whatever happens"
     before = len(compilations)
@@ -55,12 +61,16 @@ def test_two_hundred_random_calls_compile_nothing():
     assert len(compilations) == before
 
 
-@pytest.mark.parametrize("policy", [FixedLength(), Threshold(0.5), Autoregressive()])
+COST = CostTable.make([1, 10], [1.0, 2.0])
+
+
+@pytest.mark.parametrize("policy", [FixedLength(), Threshold(0.5), Autoregressive(), Lagged(COST), Adaptive(COST)])
 def test_the_loop_holds_no_host_transfer(policy):
     """One program, one loop: no callback, infeed, outfeed, send or receive; and the caches are donated, not copied."""
     pair = toy_pair()
     sampling = SamplingState.from_params([SamplingParams(temperature=1.0, seed=1)] * 2)
     state = new_state(pair.model, [[1, 2], [3]], sampling, [60, 60], (), 256, jnp.float32)
+    state = remembering(state, policy, 4)
     compiled = decode.lower(pair.model, pair.params, state, policy, np.int32(100)).compile()
     text = compiled.as_text()
     assert "while(" in text
