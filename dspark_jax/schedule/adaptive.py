@@ -30,8 +30,9 @@ PRIOR = 0.6  # of a slot of which nothing is known
 ROW_PRIOR, BATCH_PRIOR, BIAS_PRIOR = 4.0, 2.0, 2.0  # rounds that a prior counts for
 FORGET = 0.98  # a round, of what was accepted
 WINDOW = 16  # rounds, of the usual survivals
-FORGET_RATE = 0.95  # a round, of tokens and seconds
-FIRST_TRY, TRY = 3, 1  # drafted rounds before the drafter may sleep: at first, and after a nap
+FORGET_RATE = 0.97  # a round, of tokens and seconds
+START, START_ROUNDS = 1.2, 4.0  # speed against plain decoding before anything is known, and the rounds it counts for
+FIRST_TRY, TRY = 2, 1  # drafted rounds before the drafter may sleep: at first, and after a nap
 SHORTEST_NAP, LONGEST_NAP = 16, 128
 WELL = 8  # drafted rounds in a row after which the next nap is a short one again
 MOST_BIAS = 4.0
@@ -94,8 +95,8 @@ class _Learning(flax.struct.PyTreeNode, Priced):
         # Every leaf its own buffer: the state is donated.
         hit, seen, said = (jnp.zeros((rows, slots), jnp.float32) for _ in range(3))
         usual = jnp.broadcast_to(_prior(slots), (rows, slots)) + 0.0
-        # A little above plain decoding's speed: a draft is given a try.
-        return Learned(hit, seen, said, usual, number(1.1), number(1.0), count(0), count(SHORTEST_NAP), count(0))
+        speed = number(START * START_ROUNDS), number(START_ROUNDS)
+        return Learned(hit, seen, said, usual, *speed, count(0), count(SHORTEST_NAP), count(0))
 
     def asleep(self, view: RoundView) -> jax.Array:
         force = jnp.asarray(self.force, jnp.int32)
