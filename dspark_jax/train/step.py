@@ -169,10 +169,11 @@ def train_step(
       target_params: of the frozen target; only read. Its LM head suffices where ``features`` are given.
     """
     grads, loss, sums = gradients(setup, state.params, frozen, target_params, batches, features)
-    norm = optax.global_norm(grads)
+    norm = jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads)))
     finite = jnp.isfinite(norm)
     safe = jax.tree.map(lambda g: jnp.where(finite, g, 0.0), grads)
-    updates, moments = setup.optimizer.transform().update(safe, state.moments, state.params)
+    with jax.numpy_dtype_promotion("standard"):  # optax raises a float to an integer power
+        updates, moments = setup.optimizer.transform().update(safe, state.moments, state.params)
     params = optax.apply_updates(state.params, updates)
 
     def keep(new: Any, old: Any) -> Any:
