@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,10 @@ class CostTable(flax.struct.PyTreeNode):
         drafter = _filled("draft", draft, (2, len(lengths)), True)
         extra = _filled("overhead", overhead, (), True)
         passes = _envelope(_envelope(passes, 2), 1)
+        if len(sizes) > 1 and (passes[:, :, -1] == passes[:, :, 0]).all():
+            warnings.warn(
+                "CostTable: seconds do not rise with tokens, so that everything pays; were they measured?", stacklevel=2
+            )
         nothing = np.full((2, len(lengths)), np.nan)
         alone = nothing if plain is None else _filled("plain", plain, nothing.shape, False)
         if plain is not None and rows is None:

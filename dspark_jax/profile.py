@@ -229,8 +229,8 @@ class _Loop:
         policy = _policy(pair)
         self.slots = check_policy(policy, pair.model.draft)
         self.sizes = policy.token_sizes(rows, self.slots)
-        ones = np.ones((2, len(CONTEXTS), len(self.sizes)))
-        self.policy = policy.replace(cost=CostTable.make(self.sizes, ones, CONTEXTS, rows=rows))
+        unknown = np.broadcast_to(np.asarray(self.sizes, float), (2, len(CONTEXTS), len(self.sizes)))
+        self.policy = policy.replace(cost=CostTable.make(self.sizes, unknown, CONTEXTS, rows=rows))
         ids = np.random.default_rng(0).integers(0, pair.model.target.vocab_size, (rows, capacity - 1))
         self.state = self._reset(
             new_state(

@@ -32,7 +32,7 @@ def test_between_and_beyond_measured_points():
 
 
 def test_kinds_rows_and_one_point():
-    both = CostTable.make([1, 2], np.stack([np.full((1, 2), 1.0), np.full((1, 2), 3.0)]), draft=[[0.1], [0.2]])
+    both = CostTable.make([1, 2], [[[1.0, 1.5]], [[3.0, 3.5]]], draft=[[0.1], [0.2]])
     assert seconds(both, 5, 1)[()] == pytest.approx(1.1) and seconds(both, 5, 1, greedy=False)[()] == pytest.approx(3.2)
     one = CostTable.make([4], [2.0])
     np.testing.assert_allclose(seconds(one, 0, [1, 4, 9]), 2)
@@ -48,6 +48,12 @@ def test_a_larger_pass_that_is_cheaper_bounds_the_smaller():
     """Measured on a real machine: 79.5 ms for 2 tokens, 80.6 for 4, 75.6 for 8."""
     table = CostTable.make([1, 2, 4, 8], [43.2, 79.5, 80.6, 75.6])
     np.testing.assert_allclose(seconds(table, 0, [1, 2, 4, 8]), [43.2, 75.6, 75.6, 75.6], rtol=1e-6)
+
+
+def test_a_flat_table_is_told_of():
+    """B10: with it everything pays, and a scheduler looks as if it were at work."""
+    with pytest.warns(UserWarning, match="do not rise with tokens"):
+        CostTable.make([1, 2, 4], [1.0, 1.0, 1.0])
 
 
 @pytest.mark.parametrize(
