@@ -23,16 +23,18 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # it only compiles; other processes may do so at the same time
-os.environ.setdefault("TPU_STDERR_LOG_LEVEL", "3")
-os.environ.setdefault("TPU_MIN_LOG_LEVEL", "3")
-os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+if __name__ == "__main__":  # device_check takes its shapes from here and has a device of its own
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # it only compiles; others may do so at the same time
+    os.environ.setdefault("TPU_STDERR_LOG_LEVEL", "3")
+    os.environ.setdefault("TPU_MIN_LOG_LEVEL", "3")
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
+from jax.experimental.layout import Format, Layout
 from jax.sharding import SingleDeviceSharding
 
 from pallas_kernels import attention, markov, verify
@@ -99,25 +101,13 @@ def struct(shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(tuple(shape), dtype)
 
 
-def wide(backend: str) -> tuple[Callable[[Any], Any], Callable[..., Any]]:
-    """How the arrays of a block reach a kernel: on TPU slot first, the layout that the markov kernel writes and that a
-    decode step can ask its LM head for; relayouts are then not part of the op."""
-    if backend != "pallas_tpu":
-        return lambda x: x, struct
-    return (
-        lambda x: jnp.swapaxes(x, 0, 1),
-        lambda shape, dtype: struct((shape[1], shape[0], *shape[2:]), dtype),
-    )
-
-
 def verify_program(shape: Shape, block: int, batch: int, dtype: Any, backend: Any) -> Program:
     """Filters, soft acceptance and log-probabilities included."""
-    turn, block_of = wide(backend)
 
     def run(logits: Any, q: Any, norm: Any, tokens: Any, scheduled: Any, filters: Any, uniform: Any, noise: Any) -> Any:
         return verify.verify(
-            turn(logits),
-            turn(q),
+            logits,
+            q,
             tokens,
             scheduled,
             verify.Filters(*filters),
@@ -130,8 +120,8 @@ def verify_program(shape: Shape, block: int, batch: int, dtype: Any, backend: An
 
     row, slot = functools.partial(struct, (batch,)), functools.partial(struct, (batch, block))
     arguments = (
-        block_of((batch, block + 1, shape.vocab), dtype),
-        block_of((batch, block, shape.vocab), jnp.float32),
+        struct((batch, block + 1, shape.vocab), dtype),
+        struct((batch, block, shape.vocab), jnp.float32),
         (slot(jnp.float32), slot(jnp.float32)),
         slot(jnp.int32),
         row(jnp.int32),
@@ -144,22 +134,20 @@ def verify_program(shape: Shape, block: int, batch: int, dtype: Any, backend: An
 
 def markov_program(shape: Shape, block: int, batch: int, dtype: Any, backend: Any, kind: markov.Kind = "vanilla") -> Program:
     """A sampled block with a confidence head."""
-    turn, block_of = wide(backend)
 
     def run(hidden: Any, base: Any, anchor: Any, head: Any, confidence: Any, temperature: Any, noise: Any) -> Any:
-        drawn = {"temperature": temperature, "noise": turn(noise)}
-        arguments = (turn(hidden), turn(base), anchor, head, confidence)
-        out = markov.propose(*arguments, kind=kind, backend=backend, **drawn)
-        return out._replace(logits=turn(out.logits))
+        drawn = {"temperature": temperature, "noise": noise}
+        arguments = (hidden, base, anchor, head, confidence)
+        return markov.propose(*arguments, kind=kind, backend=backend, **drawn)
 
     rank, width = shape.rank, shape.hidden
     inputs = {"vanilla": None, "gated": (rank, width + rank), "rnn": (3 * rank, 2 * rank + width)}[kind]
     table = struct((shape.vocab, rank), dtype)
     proj = None if inputs is None else struct(inputs, dtype)
     bias = None if inputs is None else struct(inputs[:1], dtype)
-    vocabulary = block_of((batch, block, shape.vocab), jnp.float32)
+    vocabulary = struct((batch, block, shape.vocab), jnp.float32)
     arguments = (
-        block_of((batch, block, width), dtype),
+        struct((batch, block, width), dtype),
         vocabulary,
         struct((batch,), jnp.int32),
         markov.Head(table, table, proj, bias),
@@ -262,6 +250,11 @@ def device(chip: str) -> Any:
     return topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[chip]).devices[0]
 
 
+def free(place: Any) -> Any:
+    """Any layout on ``place``."""
+    return Format(Layout.AUTO, place)
+
+
 def cell(op: str, chip: str, model: str, block: int, batch: int, dtype: str) -> dict[str, Any]:
     """Compile (or, on the chip "cuda", lower) one cell; never raises for what the compiler says."""
     backend = "pallas_tpu" if chip in TOPOLOGIES else "pallas_gpu"
@@ -274,9 +267,13 @@ def cell(op: str, chip: str, model: str, block: int, batch: int, dtype: str) -> 
             text, out["temp_bytes"] = lowered.as_text(debug_info=True), None
         else:
             place = SingleDeviceSharding(device(chip))
-            arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), arguments)
+            # Arrays come in the layout that the program wants, as they do from the products before it in a decode step; the
+            # copies that another layout costs are not the op's. The decode step is compiled as it is called.
+            layout = {} if op == "decode" or chip in GPUS else {"in_shardings": free(place), "out_shardings": free(place)}
+            if not layout:
+                arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), arguments)
             donate = (1,) if op == "decode" else ()
-            compiled = jax.jit(run, donate_argnums=donate).lower(*arguments).compile()
+            compiled = jax.jit(run, donate_argnums=donate, **layout).lower(*arguments).compile()
             memory = compiled.memory_analysis()
             text, out["temp_bytes"] = compiled.as_text(), memory.temp_size_in_bytes
             out["argument_bytes"] = memory.argument_size_in_bytes

@@ -72,3 +72,16 @@ def test_the_platform_chooses_at_lowering(op):
     assert kernel in texts["tpu"] and "tpu_custom_call" in texts["tpu"]
     assert kernel in texts["cuda"] and "triton" in texts["cuda"]
     assert "custom_call_target" not in texts["cpu"] and "tpu_custom_call" not in texts["cpu"]
+
+
+@pytest.mark.slow
+def test_device_check_runs():
+    """On a CPU, with tiny shapes: the script for a device must not meet its first run there."""
+    script = SCRIPT.parent / "device_check.py"
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, str(script), "--smoke", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1200)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    results = json.loads(done.stdout.splitlines()[-1])
+    assert {found["differ"] for ops in results["parity"].values() for found in ops.values()} == {0}
+    assert [o["op"] for o in results["ops"]] == ["verify", "markov", "attention"] and results["decode"]

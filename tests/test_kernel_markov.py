@@ -18,18 +18,20 @@ ROWS, SLOTS, WIDTH, RANK, VOCAB = 5, 3, 24, 8, 300
 INF = np.inf
 
 
-def block(kind, seed, rows=ROWS, slots=SLOTS, vocab=VOCAB, dtype=jnp.float32, kept=None, with_markov=True):
+def block(
+    kind, seed, rows=ROWS, slots=SLOTS, vocab=VOCAB, dtype=jnp.float32, kept=None, with_markov=True, rank=RANK, width=WIDTH
+):
     rng = np.random.default_rng(seed)
 
     def normal(*shape, scale=1.0):
         return jnp.asarray(scale * rng.standard_normal(shape), dtype)
 
-    inputs = {"vanilla": None, "gated": (RANK, WIDTH + RANK), "rnn": (3 * RANK, 2 * RANK + WIDTH)}[kind]
-    w2 = normal(vocab, RANK)
+    inputs = {"vanilla": None, "gated": (rank, width + rank), "rnn": (3 * rank, 2 * rank + width)}[kind]
+    w2 = normal(vocab, rank)
     if kept is not None:
         w2 = w2[: len(kept)]
     head = Head(
-        normal(vocab, RANK),
+        normal(vocab, rank),
         w2,
         None if inputs is None else normal(*inputs, scale=0.3),
         None if inputs is None else normal(inputs[0]),
@@ -37,11 +39,11 @@ def block(kind, seed, rows=ROWS, slots=SLOTS, vocab=VOCAB, dtype=jnp.float32, ke
     )
     drafted = w2.shape[0]
     return {
-        "hidden": normal(rows, slots, WIDTH),
+        "hidden": normal(rows, slots, width),
         "base": jnp.asarray(2 * rng.standard_normal((rows, slots, drafted)), jnp.float32),
         "anchor": jnp.asarray(rng.integers(0, vocab, rows), jnp.int32),
         "head": head,
-        "confidence": Confidence(normal(1, WIDTH + RANK * with_markov), normal(1)),
+        "confidence": Confidence(normal(1, width + rank * with_markov), normal(1)),
         "temperature": jnp.asarray(([1.0, 0.0, 0.6, 1e-5, 1.8] * rows)[:rows], jnp.float32),
         "noise": jnp.asarray(rng.gumbel(size=(rows, slots, drafted)), jnp.float32),
     }
