@@ -86,8 +86,7 @@ def bind(policy: Policy, pair: Pair, rows: int, capacity: int, sampled: bool) ->
     """``policy`` with the costs of this machine, if it needs them and has none; a quick profile is made at first use."""
     if not isinstance(policy, Priced) or policy.cost is not None:
         return policy
-    kinds = KINDS if sampled else KINDS[:1]
-    made = profile(pair, rows, capacity, kinds, quick=True)
+    made = profile(pair, rows, capacity, KINDS[1:] if sampled else KINDS[:1], quick=True)
     return policy.replace(cost=made.table)  # type: ignore[attr-defined]
 
 
