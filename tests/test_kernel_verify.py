@@ -198,7 +198,7 @@ def test_draft_logits_instead_of_log_q(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("rows", "slots", "vocab", "dtype"),
-    [(1, 2, 1, "float32"), (1, 16, 131, "bfloat16"), (2, 0, 257, "float32"), (9, 2, 128, "bfloat16")],
+    [(1, 2, 1, "float32"), (1, 16, 131, "bfloat16"), (2, 0, 257, "float32"), (9, 2, 128, "bfloat16"), (24, 1, 130, "bfloat16")],
 )
 def test_shapes(rows, slots, vocab, dtype, backend):
     rng = np.random.default_rng(vocab)

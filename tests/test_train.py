@@ -361,7 +361,7 @@ class TestRun:
             assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
     def test_a_cache_of_other_data_is_refused_and_an_interrupted_one_goes_on(self, tmp_path) -> None:
-        data = examples()
+        data = examples(60)
         seen = []
 
         def stop(done: int, total: int) -> None:
@@ -376,7 +376,7 @@ class TestRun:
         cache = make(examples=data, progress=lambda done, _: again.append(done))
         assert again[0] > seen[-1] and again[-1] == len(data)
         whole = make_cache(tmp_path / "b", TARGET_PARAMS, TARGET, "toy", data, (0,), tokens=40)
-        for row in range(len(data)):
+        for row in range(0, len(data), 7):
             np.testing.assert_array_equal(cache.read([row], 32, np.float32).taps, whole.read([row], 32, np.float32).taps)
         with pytest.raises(RequestError, match="other data"):
             make(examples=examples(seed=5))
