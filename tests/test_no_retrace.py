@@ -36,7 +36,8 @@ def test_two_hundred_random_calls_compile_nothing():
         params = [
             SamplingParams(temperature=float(rng.choice([0.0, 0.7, 1.0])), seed=int(rng.integers(2**31))) for _ in range(rows)
         ]
-        priced = Adaptive(jax.tree.map(lambda x: x * np.float32(rng.uniform(0.5, 2)), table), margin=float(rng.random()))
+        other = jax.tree.map(lambda x: jnp.asarray(np.asarray(x) * np.float32(rng.uniform(0.5, 2))), table)
+        priced = Adaptive(other, margin=float(rng.random()))
         policy = [FixedLength(), Threshold(float(rng.random())), Autoregressive(), None, priced][int(rng.integers(5))]
         generate(
             pair,
