@@ -28,7 +28,12 @@ jax.monitoring.register_event_duration_secs_listener(listen)
 def test_two_hundred_random_calls_compile_nothing():
     """J01, J02: lengths, thresholds, seeds, temperatures, stop tokens and limits roam; shapes do not."""
     pair = toy_pair()
-    rng, table = np.random.default_rng(0), None
+    rng = np.random.default_rng(0)
+
+    def priced():
+        table = profile(pair, 3, 256, quick=True).table
+        other = jax.tree.map(lambda x: jnp.asarray(np.asarray(x) * np.float32(rng.uniform(0.5, 2))), table)
+        return Adaptive(other, margin=float(rng.random()))
 
     def call():
         rows = 3
@@ -36,9 +41,8 @@ def test_two_hundred_random_calls_compile_nothing():
         params = [
             SamplingParams(temperature=float(rng.choice([0.0, 0.7, 1.0])), seed=int(rng.integers(2**31))) for _ in range(rows)
         ]
-        other = jax.tree.map(lambda x: jnp.asarray(np.asarray(x) * np.float32(rng.uniform(0.5, 2))), table)
-        priced = Adaptive(other, margin=float(rng.random()))
-        policy = [FixedLength(), Threshold(float(rng.random())), Autoregressive(), None, priced][int(rng.integers(5))]
+        policies = [FixedLength(), Threshold(float(rng.random())), Autoregressive(), None, priced()]
+        policy = policies[int(rng.integers(5))]
         generate(
             pair,
             prompts,
@@ -52,8 +56,7 @@ def test_two_hundred_random_calls_compile_nothing():
     generate(pair, [[1], [2], [3]], SamplingParams(temperature=1.0), Threshold(0.1), max_new_tokens=9)
     generate(pair, [[1], [2], [3]], SamplingParams(temperature=1.0), Autoregressive(), max_new_tokens=9)
     generate(pair, [[1], [2], [3]], SamplingParams(temperature=1.0), max_new_tokens=9)
-    table = profile(pair, 3, 256, quick=True).table
-    generate(pair, [[1], [2], [3]], SamplingParams(temperature=1.0), Adaptive(table), max_new_tokens=9)
+    generate(pair, [[1], [2], [3]], SamplingParams(temperature=1.0), priced(), max_new_tokens=9)
     jax.jit(lambda x: x + 1)(np.float32(len(compilations)))
     assert compilations, "the listener hears nothing; the test would pass whatever happens"
     before = len(compilations)
