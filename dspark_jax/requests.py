@@ -14,7 +14,7 @@ from dspark_jax.errors import RequestError
 from dspark_jax.pair import Pair
 from dspark_jax.profile import bind
 from dspark_jax.sampling import SamplingParams, SamplingState
-from dspark_jax.schedule import Adaptive, Autoregressive, Observed, Policy, check_policy
+from dspark_jax.schedule import Autoregressive, FixedLength, Policy, check_policy
 from dspark_jax.state import ERROR, LENGTH, STOP, DecodeState, new_state
 
 FINISH_REASONS = {STOP: "stop", LENGTH: "length", ERROR: "error"}
@@ -188,10 +188,8 @@ class Group:
 
 
 def default_policy(pair: Pair) -> Policy:
-    """The adaptive one, by the confidence head where the draft has one; plain decoding without a draft."""
-    if pair.model.draft is None:
-        return Autoregressive()
-    return Adaptive() if pair.model.draft.confidence_head else Observed()
+    """Whole blocks; plain decoding without a draft."""
+    return Autoregressive() if pair.model.draft is None else FixedLength()
 
 
 def coupled_where_needed(sampling: Sequence[SamplingParams], policy: Policy) -> list[SamplingParams]:

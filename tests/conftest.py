@@ -55,3 +55,33 @@ def smollm2_dir() -> Path:
     from dspark_jax.checkpoint.source import resolve_target
 
     return Path(resolve_target("smollm2"))
+
+
+# Modules that compile for minutes; `make test-slow` runs them.
+SLOW_MODULES = {
+    "test_answer",
+    "test_compile_matrix",
+    "test_cost",
+    "test_coupled",
+    "test_evaluate",
+    "test_kernel_attention",
+    "test_kernel_markov",
+    "test_kernel_verify",
+    "test_train",
+    "test_train_cli",
+}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.stem in SLOW_MODULES:
+            item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _drop_programs():
+    """Compiled programs of one module are not kept for the next: thousands of them in one process end in a crash, when the
+    system's limit of memory mappings is reached."""
+    yield
+    jax.clear_caches()

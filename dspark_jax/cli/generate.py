@@ -31,7 +31,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     options.add_text(group)
     options.add_sampling(parser)
     parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="default: %(default)s")
-    parser.add_argument("--policy", metavar="POLICY", help=f"{options.POLICY_FORMS} (default: adaptive, or ar without a draft)")
+    parser.add_argument("--policy", metavar="POLICY", help=f"{options.POLICY_FORMS} (default: fixed, or ar without a draft)")
     parser.add_argument("--batch-size", type=int, metavar="N", help="prompts decoded together (default: all, at most 16)")
     parser.add_argument(
         "--stream",
