@@ -74,6 +74,7 @@ class CostTable(flax.struct.PyTreeNode):
         overhead: float = 0.0,
         plain: Any = None,
         rows: int | None = None,
+        quiet: bool = False,
     ) -> CostTable:
         """A checked table.
 
@@ -83,6 +84,7 @@ class CostTable(flax.struct.PyTreeNode):
         Args:
           tokens, contexts: strictly rising.
           seconds: of a pass, ``[S]``, ``[C, S]`` or ``[2, C, S]``; draft: a number, ``[C]`` or ``[2, C]``.
+          quiet: do not warn of a table that does not rise with tokens.
           plain: of a round of ``rows`` tokens without drafter, like ``draft``; None: what a pass over them costs.
 
         Raises:
@@ -94,7 +96,7 @@ class CostTable(flax.struct.PyTreeNode):
         drafter = _filled("draft", draft, (2, len(lengths)), True)
         extra = _filled("overhead", overhead, (), True)
         passes = _envelope(_envelope(passes, 2), 1)
-        if len(sizes) > 1 and (passes[:, :, -1] == passes[:, :, 0]).all():
+        if not quiet and len(sizes) > 1 and (passes[:, :, -1] == passes[:, :, 0]).all():
             warnings.warn(
                 "CostTable: seconds do not rise with tokens, so that everything pays; were they measured?", stacklevel=2
             )

@@ -44,8 +44,8 @@ def generate(
       prompts: each a list of token ids, a string (encoded as it stands), or a list of chat messages
         ``{"role", "content"}`` (rendered with the chat template).
       sampling: one for all, or one per prompt; default: greedy.
-      scheduler: how many drafts to check; default: whole blocks, or plain decoding when the pair has no draft. The first call with a policy that goes by
-        measured costs measures them, see docs/scheduling.md.
+      scheduler: how many drafts to check; default: whole blocks, or plain decoding when the pair has no draft. The first
+        call with a policy that goes by measured costs measures them, see docs/scheduling.md.
       max_new_tokens: at most this many new tokens; a request also ends where the model's context is full.
       stop_token_ids: exactly these end a request; None: the model's own end-of-sequence ids.
       batch_size: rows decoded together; default: all prompts, up to 16. The tokens of a request that is greedy or has a

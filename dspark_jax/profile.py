@@ -74,7 +74,9 @@ class Profile:
             seconds.append(_over_contexts(at, passes))
             draft.append(_over_contexts(at, extra[:, None])[:, 0])
             plain.append(_over_contexts(at, alone[:, None])[:, 0])
-        return CostTable.make(self.sizes, seconds, CONTEXTS, np.asarray(draft), plain=np.asarray(plain), rows=self.rows)
+        alone = np.asarray(plain)
+        # On a toy a pass over many tokens may well take no longer than one over a few.
+        return CostTable.make(self.sizes, seconds, CONTEXTS, np.asarray(draft), plain=alone, rows=self.rows, quiet=True)
 
 
 def directory() -> Path:
@@ -86,8 +88,14 @@ def bind(policy: Policy, pair: Pair, rows: int, capacity: int, sampled: bool) ->
     """``policy`` with the costs of this machine, if it needs them and has none; a quick profile is made at first use."""
     if not isinstance(policy, Priced) or policy.cost is not None:
         return policy
-    made = profile(pair, rows, capacity, KINDS[1:] if sampled else KINDS[:1], quick=True)
-    return policy.replace(cost=made.table)  # type: ignore[attr-defined]
+    try:
+        table = profile(pair, rows, capacity, KINDS[1:] if sampled else KINDS[:1], quick=True).table
+    except NotTimed as error:
+        # Requests of such a target end with an error of their own; until then every token costs the same.
+        _log.warning("%s", error)
+        sizes = policy.token_sizes(rows, check_policy(policy, pair.model.draft))
+        table = CostTable.make(sizes, sizes, CONTEXTS, rows=rows)
+    return policy.replace(cost=table)  # type: ignore[attr-defined]
 
 
 def profile(
@@ -106,7 +114,7 @@ def profile(
       fresh: measure everything anew.
 
     Raises:
-      RequestError: no draft, or an unknown kind.
+      RequestError: no draft, or an unknown kind. NotTimed: the target's logits are not finite.
     """
     unknown = [kind for kind in kinds if kind not in KINDS]
     if unknown or not kinds:
@@ -220,6 +228,10 @@ def _over_contexts(at: np.ndarray, values: np.ndarray) -> np.ndarray:
     return columns
 
 
+class NotTimed(RequestError):
+    """No round ran as it was asked for."""
+
+
 class _Loop:
     """The decoding loop of a batch, to be timed with given lengths."""
 
@@ -304,6 +316,6 @@ def _measure(
         found = {n: statistics.median(times[kind, context, n]) for n in loop.sizes if (kind, context, n) in times}
         plain = times.get((kind, context, PLAIN))
         if plain is None or not found:
-            raise RequestError(f"the target of {pair.target_name} cannot be timed: its logits are not finite")
+            raise NotTimed(f"the target of {pair.target_name} cannot be timed: its logits are not finite")
         result[kind, context] = {"plain": statistics.median(plain), "drafted": {str(n): x for n, x in found.items()}}
     return result
