@@ -195,3 +195,18 @@ def test_real_rounds_are_timed(tmp_path, monkeypatch):
         assert found["plain"] > 0 and {int(n) for n in found["drafted"]} == set(made.sizes)
     report = json.loads(made.path.read_text())
     assert report["fingerprint"]["rows"] == 2 and report["fingerprint"]["cores"] >= 1 and report["conditions"]["quick"]
+
+
+def test_a_target_that_cannot_be_timed_still_answers(tmp_path, monkeypatch, caplog):
+    """Its requests end with an error of their own (L09); the call does not."""
+    monkeypatch.setattr(profiles, "directory", lambda: tmp_path)
+    monkeypatch.setattr(profiles, "_known", {})
+
+    def fail(*_):
+        raise profiles.NotTimed("the target of toy cannot be timed: its logits are not finite")
+
+    monkeypatch.setattr(profiles, "_measure", fail)
+    with pytest.raises(RequestError, match="cannot be timed"):
+        profile(toy_pair(), 2, 256)
+    bound = bind(Adaptive(), toy_pair(), 2, 256, False)
+    assert bound.cost.rows == 2 and "cannot be timed" in caplog.text and not list(tmp_path.iterdir())
