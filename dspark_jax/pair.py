@@ -19,7 +19,10 @@ DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """A loaded pair. ``params`` is ``{"target": ..., "draft": ...}`` (``draft`` only when there is one)."""
+    """A loaded pair. ``params`` is ``{"target": ..., "draft": ...}`` (``draft`` only when there is one).
+
+    A draft with a reduced vocabulary also gets ``params["draft"]["head"] [W, D]``, its rows of the target's LM head.
+    """
 
     model: ModelConfig
     params: Params
@@ -28,11 +31,14 @@ class Pair:
     target_name: str = ""
     draft_name: str | None = None
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "params", _with_draft_head(self.params))
 
-def with_draft_head(params: Params) -> Params:
+
+def _with_draft_head(params: Params) -> Params:
     """``params`` with the rows of the target's LM head that a reduced draft vocabulary uses, copied out once."""
     draft = params.get("draft", {})
-    if "vocabulary" not in draft:
+    if "vocabulary" not in draft or "head" in draft:
         return params
     target = params["target"]
     head = target["head"] if "head" in target else target["embed"]
@@ -75,5 +81,4 @@ def load_pair(
         loaded_draft = load_draft(draft, DTYPES[dtype], loaded.config, loaded.params)
         draft_config, params["draft"] = loaded_draft.config, loaded_draft.params
     model = ModelConfig(loaded.config, draft_config)
-    params = with_draft_head(params)
     return Pair(model, params, DTYPES[dtype], tokenizer, str(target), None if draft is None else str(draft))

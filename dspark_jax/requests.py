@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from dspark_jax.config_values import whole_number
 from dspark_jax.decode import prefill, remembering
 from dspark_jax.errors import RequestError
 from dspark_jax.pair import Pair
@@ -219,19 +219,9 @@ def acceptance_by_position(verified: np.ndarray, accepted: np.ndarray, slots: in
     return tuple(a / c if c else float("nan") for a, c in zip(kept, checked, strict=True))
 
 
-def _index(value: Any) -> int | None:
-    """``value`` as a Python integer, whatever integer type it has; None for anything else, booleans included."""
-    if isinstance(value, bool):
-        return None
-    try:
-        return operator.index(value)
-    except TypeError:
-        return None
-
-
 def whole(name: str, value: Any, least: int) -> int:
     """``value`` as a Python integer: a narrow NumPy one would wrap where it is added to."""
-    index = _index(value)
+    index = whole_number(value)
     if index is None or index < least:
         raise RequestError(f"{name}={value!r} must be an integer of at least {least}")
     return index
@@ -239,7 +229,7 @@ def whole(name: str, value: Any, least: int) -> int:
 
 def _check_ids(name: str, ids: Sequence[Any], vocab: int) -> None:
     for i in ids:
-        index = _index(i)
+        index = whole_number(i)
         if index is None:
             raise RequestError(f"{name} holds {i!r}; token ids are integers")
         if not 0 <= index < vocab:

@@ -15,7 +15,7 @@ from dspark_jax.checkpoint.orbax import load_own, save_own
 from dspark_jax.checkpoint.tensors import ids_from_offsets
 from dspark_jax.decode import propose
 from dspark_jax.errors import CheckpointError, ConfigError
-from dspark_jax.pair import Pair, with_draft_head
+from dspark_jax.pair import Pair
 from dspark_jax.sampling import SamplingState
 from dspark_jax.schedule import Autoregressive
 from dspark_jax.state import new_state
@@ -27,8 +27,13 @@ def reduced_pair(**changes) -> Pair:
     target = target_config()
     draft = draft_config(target, draft_vocab_size=len(KEPT), **changes)
     pair = toy_pair(target, draft)
-    pair.params["draft"]["vocabulary"] = jnp.asarray(KEPT, jnp.int32)
-    return dataclasses.replace(pair, params=with_draft_head(pair.params))
+    ids = jnp.asarray(KEPT, jnp.int32)
+    return dataclasses.replace(pair, params={"target": pair.params["target"], "draft": _draft_of(pair) | {"vocabulary": ids}})
+
+
+def _draft_of(pair: Pair) -> dict:
+    """The draft's own parameters, without the head that a pair adds."""
+    return {k: v for k, v in pair.params["draft"].items() if k != "head"}
 
 
 def test_offsets_are_those_of_d2t() -> None:
@@ -84,9 +89,20 @@ def test_greedy_output_is_the_target_s() -> None:
     assert sum(o.stats.drafts_accepted for o in spec) > 0
 
 
+def test_every_pair_has_the_head_rows_of_its_ids() -> None:
+    """However a pair is made (loaded, with a second draft, by the doctor), its drafter finds its head."""
+    pair = reduced_pair()
+    np.testing.assert_array_equal(pair.params["draft"]["head"], pair.params["target"]["head"][jnp.asarray(KEPT)])
+    other = jnp.asarray([0, 1, 2, 3, 4, 36], jnp.int32)
+    again = dataclasses.replace(
+        pair, params={"target": pair.params["target"], "draft": _draft_of(pair) | {"vocabulary": other}}
+    )
+    np.testing.assert_array_equal(again.params["draft"]["head"], pair.params["target"]["head"][other])
+
+
 def test_both_forms_keep_the_ids(tmp_path) -> None:
     pair = reduced_pair()
-    params = {k: v for k, v in pair.params["draft"].items() if k != "head"}
+    params = _draft_of(pair)
     deepspec.save_draft(tmp_path / "a", pair.model.draft, params, dtype="bfloat16")
     config, back = deepspec.load_draft(tmp_path / "a", "float32", pair.model.target, pair.params["target"])
     assert config == pair.model.draft
@@ -100,7 +116,7 @@ def test_both_forms_keep_the_ids(tmp_path) -> None:
 
 def test_a_missing_or_wrong_table_is_refused(tmp_path) -> None:
     pair = reduced_pair()
-    params = {k: v for k, v in pair.params["draft"].items() if k != "head"}
+    params = _draft_of(pair)
     deepspec.save_draft(tmp_path / "a", pair.model.draft, params)
     path = tmp_path / "a" / "model.safetensors"
     tensors = load_file(path)

@@ -92,7 +92,7 @@ def observed(pair, params, policy, batches, rows=2048):
         checked.update(np.unique(state.log.verified).tolist())
         ids = np.asarray(state.tokens[:, len(PROMPT) : len(PROMPT) + LOOK])
         counts += np.bincount(ids @ weights, minlength=len(counts))
-    assert len(checked) > 1, "lengths hardly vary; the test would pass whatever decides them"
+    assert len(checked) > 2, "lengths hardly vary; the test would pass whatever decides them"
     return counts
 
 
@@ -110,7 +110,7 @@ def test_output_law_under_every_sampling_setting(setting, policy):
 @pytest.mark.parametrize("kind", ["gated", "rnn", "none"])
 def test_output_law_with_every_head(kind):
     pair, params = make_pair(kind), SETTINGS["temperature"]
-    assert chi_square_p(observed(pair, params, Threshold(0.5, cumulative=True), 8), exact_law(pair, params)) > 1e-4
+    assert chi_square_p(observed(pair, params, Threshold(0.25, cumulative=True), 8), exact_law(pair, params)) > 1e-4
 
 
 @pytest.mark.parametrize("kind", PRICED, ids=lambda k: k.__name__)

@@ -12,7 +12,7 @@ from toys import draft_config, target_config
 from dspark_jax import FixedLength, decode
 from dspark_jax.errors import CheckpointError, ConfigError, RequestError
 from dspark_jax.heads import propose
-from dspark_jax.pair import Pair, with_draft_head
+from dspark_jax.pair import Pair
 from dspark_jax.params import draft_specs, init_params, target_specs
 from dspark_jax.sampling import SamplingParams, SamplingState
 from dspark_jax.sharding import make_mesh
@@ -442,7 +442,7 @@ def test_overfitted_on_one_sequence_the_whole_block_is_accepted(rank: int) -> No
         state, report = t.step(state, *batch)
     assert float(report.sums.agree.sum() / report.sums.count.sum()) > 0.98
     params = {"target": TARGET_PARAMS, "draft": t.draft_params(state)}
-    served = Pair(ModelConfig(TARGET, config), with_draft_head(params), jnp.float32, None, "toy", "toy")
+    served = Pair(ModelConfig(TARGET, config), params, jnp.float32, None, "toy", "toy")
     (out,) = generate(served, [prompt], max_new_tokens=29, scheduler=FixedLength())
     assert out.token_ids == answer.token_ids
     assert out.stats.accepted_length >= 4.4  # 28 tokens in blocks of 4 + 1, the last one cut

@@ -1,4 +1,4 @@
-"""The default: lengths that pay on this machine, corrected by what was accepted so far, and a drafter that may sleep.
+"""Lengths that pay on this machine, corrected by what was accepted so far, and a drafter that may sleep.
 
 Goes beyond SPEC section 5 in three ways, all decided from earlier rounds and from slots already admitted:
 
@@ -186,7 +186,7 @@ class _Learning(flax.struct.PyTreeNode, Priced):
 
 
 class Adaptive(_Learning):
-    """From the confidence head, corrected by how often it was right. The default of ``generate``."""
+    """From the confidence head, corrected by how often it was right."""
 
     needs_confidence: ClassVar[bool] = True
     by_confidence: ClassVar[bool] = True

@@ -6,7 +6,6 @@ never recompiles.
 
 from __future__ import annotations
 
-import operator
 from typing import ClassVar
 
 import flax.struct
@@ -14,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dspark_jax.config_values import whole_number
 from dspark_jax.errors import RequestError
 from dspark_jax.schedule.base import RoundView, pass_sizes
 
@@ -34,11 +34,8 @@ class FixedLength(flax.struct.PyTreeNode):
     def __post_init__(self) -> None:
         if self.length is None:
             return
-        try:
-            whole = 0 if isinstance(self.length, bool) else operator.index(self.length)
-        except TypeError:
-            whole = 0
-        if whole < 1:
+        whole = whole_number(self.length)
+        if whole is None or whole < 1:
             raise RequestError(f"FixedLength: length={self.length!r} must be None or an integer of at least 1")
         object.__setattr__(self, "length", whole)  # a narrow integer of NumPy would wrap where it is added to
 
