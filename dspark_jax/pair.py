@@ -8,7 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from dspark_jax.checkpoint.source import load_draft, load_target
+from dspark_jax.checkpoint.source import DEFAULT_DRAFT, load_draft, load_target, resolve_draft
 from dspark_jax.errors import PairError, RequestError
 from dspark_jax.params import Params
 from dspark_jax.state import ModelConfig
@@ -47,14 +47,15 @@ def _with_draft_head(params: Params) -> Params:
 
 def load_pair(
     target: str | os.PathLike[str],
-    draft: str | os.PathLike[str] | None = None,
+    draft: str | os.PathLike[str] | None = DEFAULT_DRAFT,
     dtype: str = "float32",
     mesh: Any = None,
 ) -> Pair:
     """Load a target (Hugging Face directory, ``.gguf`` file, own form, or the name ``smollm2``) and a draft.
 
     Args:
-      draft: a directory in DeepSpec or own form; None: the target alone.
+      draft: a directory in DeepSpec or own form, or the name ``smollm2``, the draft that comes with this package.
+        "default": that one for the target named ``smollm2``, none for others. None: the target alone.
       dtype: "float32" or "bfloat16", of weights and caches.
       mesh: must be None; sharded decoding is not implemented.
 
@@ -66,6 +67,7 @@ def load_pair(
         raise RequestError(f"dtype={dtype!r} is not legal; legal: {', '.join(DTYPES)}")
     if mesh is not None:
         raise RequestError("mesh must be None: sharded decoding is not implemented yet")
+    draft = resolve_draft(draft, target)
     loaded = load_target(target, DTYPES[dtype])
     params: Params = {"target": loaded.params}
     tokenizer = None

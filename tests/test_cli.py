@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import dspark_jax
+from dspark_jax.checkpoint.source import read_draft_config, resolve_draft
 from dspark_jax.cli import COMMANDS, main, options
 from dspark_jax.cli.output import strict
 from dspark_jax.errors import RequestError
@@ -291,6 +292,18 @@ def test_convert_names_its_flags(tiny: list[str], tmp_path: Path, capsys: pytest
     assert "is not empty" in line and line.endswith("pass --overwrite") and "overwrite=True" not in line
     line = refused(capsys, ["convert", tiny[3], str(tmp_path / "new"), "--form", "deepspec", "--include-shared"])
     assert "--include-shared needs --target" in line and "include_shared" not in line
+
+
+def test_the_shipped_draft_is_the_default_of_its_target_alone() -> None:
+    """A directory of another target must never get SmolLM2's draft, and None must mean none."""
+    shipped = resolve_draft("default", "smollm2")
+    assert shipped is not None and read_draft_config(shipped).draft_vocab_size == 8192
+    assert resolve_draft("smollm2", "some/dir") == shipped
+    assert resolve_draft("default", "some/smollm2") is None
+    assert resolve_draft(None, "smollm2") is None
+    assert resolve_draft("dir", "smollm2") == Path("dir")
+    size = sum(f.stat().st_size for f in shipped.iterdir())
+    assert size <= 32 * 2**20  # what the repository may carry
 
 
 def test_demo_without_a_draft_runs_the_target_alone(

@@ -27,6 +27,8 @@ from dspark_jax.params import Params
 
 CONVERTER_VERSION = 1  # raise when the conversion of a GGUF file changes; older cache entries are then left unused
 SMOLLM2 = "smollm2"
+DEFAULT_DRAFT = "default"
+_SHIPPED_DRAFTS = Path(__file__).resolve().parent.parent / "drafts"
 _RECORD = "source.json"
 _DRAFT_KEYS = ("block_size", "mask_token_id", "target_layer_ids", "dspark_config", "dflash_config")
 
@@ -145,6 +147,26 @@ def resolve_target(source: Source) -> Path:
     finally:
         shutil.rmtree(temp, ignore_errors=True)
     return entry
+
+
+def resolve_draft(draft: Source | None, target: Source | None) -> Path | None:
+    """The path of a draft: ``smollm2`` is the one that comes with this package, ``default`` that one where ``target`` is the
+    name ``smollm2`` and none where it is not, anything else a path.
+
+    Raises:
+      CheckpointError: the package lacks the draft.
+    """
+    name = None if draft is None else os.fspath(draft)
+    if name == DEFAULT_DRAFT:
+        name = SMOLLM2 if target is not None and os.fspath(target) == SMOLLM2 else None
+    if name is None:
+        return None
+    if name != SMOLLM2:
+        return Path(name)
+    shipped = _SHIPPED_DRAFTS / SMOLLM2
+    if not shipped.is_dir():
+        raise CheckpointError(f"the draft {SMOLLM2!r} is missing from this installation: {shipped} does not exist")
+    return shipped
 
 
 def gguf_text_dir(path: Path) -> Path:

@@ -27,7 +27,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         description="Answer a prompt file with the target and append to --out. May be killed at any time; the same command"
         " goes on where it stopped and gives the same answers.",
     )
-    options.add_model(parser)
+    options.add_model(parser, draft=options.NO_DRAFT)
     group = parser.add_argument_group("prompts")
     group.add_argument("--prompts", required=True, metavar="FILE", help="JSONL: 'prompt', 'messages' or 'turns'")
     group.add_argument(
@@ -59,6 +59,7 @@ def run(args: argparse.Namespace) -> int:
     out = Path(args.out)
     if out.is_dir() or not out.absolute().parent.is_dir():
         raise RequestError(f"--out={out} {'is a directory' if out.is_dir() else 'is in a directory that does not exist'}")
+    options.settle_draft(args)
     if args.policy:
         policy = options.parse_policy(args.policy)
     else:

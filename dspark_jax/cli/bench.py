@@ -52,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
         least = 2 if name == "max_new_tokens" else 1  # the first token is the prefill's
         if value is not None and value < least:
             raise RequestError(f"--{name.replace('_', '-')}={value} must be at least {least}")
+    options.settle_draft(args)
     policies = _policies(args)
     rows = _spread(options.read_prompts(args.prompts, args.raw), args.limit)
     sampling = options.sampling_for(args, len(rows))

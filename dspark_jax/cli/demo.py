@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.columns import Columns
@@ -12,15 +11,14 @@ from rich.panel import Panel
 from rich.text import Text
 
 from dspark_jax.bench import PLAIN, Case, Run, measure, summarise, warm_up
-from dspark_jax.checkpoint.source import SMOLLM2
+from dspark_jax.checkpoint.source import DEFAULT_DRAFT, SMOLLM2
 from dspark_jax.cli import options, output
 from dspark_jax.errors import RequestError
 from dspark_jax.pair import Pair, load_pair
 from dspark_jax.sampling import SamplingParams
 from dspark_jax.schedule import Autoregressive, FixedLength, Policy, Threshold, check_policy
 
-REFERENCE_DRAFT = Path("../shared/drafts/smollm2_ref")
-SURVIVAL = 0.3  # the fastest of 0.15, 0.3 and 0.5 with the reference draft on two CPU cores
+SURVIVAL = 0.3  # of 0.15, 0.3 and 0.5
 FIXED, ADAPTIVE = "fixed", f"survival:{SURVIVAL}"
 QUESTIONS = {
     "math": "Tom has 3 boxes with 12 apples each. He gives away 8 apples. How many apples are left? Reason step by step.",
@@ -35,7 +33,12 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="SmolLM2-135M answers three prompts, plain and speculative side by side",
         description="SmolLM2-135M-Instruct answers a math, a code and a chat question, plain and speculative side by side.",
     )
-    parser.add_argument("--draft", metavar="DIR", help=f"default: {REFERENCE_DRAFT}, where it exists")
+    parser.add_argument(
+        "--draft",
+        default=DEFAULT_DRAFT,
+        metavar="NAME|DIR",
+        help="default: the one shipped for the target; none: plain",
+    )
     parser.add_argument("--target", default=SMOLLM2, metavar="NAME|PATH", help="default: %(default)s")
     parser.add_argument("--max-new-tokens", type=int, default=96, metavar="N", help="default: %(default)s")
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line of stdout")
@@ -49,11 +52,11 @@ def run(args: argparse.Namespace) -> int:
         raise RequestError(f"--max-new-tokens={args.max_new_tokens} must be at least 2")
     options.use_compilation_cache(args)
     console = output.console()
-    draft = args.draft or (str(REFERENCE_DRAFT) if REFERENCE_DRAFT.is_dir() else None)
-    if draft is None:
-        console.print(f"No draft: --draft is not given and {REFERENCE_DRAFT} does not exist. The target answers alone.\n")
-    with output.progress(f"loading {args.target}" + (f" and {draft}" if draft else "")):
-        pair = load_pair(args.target, draft)
+    options.settle_draft(args)
+    if args.draft is None:
+        console.print(f"No draft for {args.target}: it answers alone.\n")
+    with output.progress(f"loading {args.target}" + (f" and {args.draft}" if args.draft else "")):
+        pair = load_pair(args.target, args.draft)
     policies: dict[str, Policy] = {PLAIN: Autoregressive()}
     if pair.model.draft is not None:
         policies[FIXED] = FixedLength()
@@ -75,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     facts = _summary(console, pair, cases, policies, runs)
     if args.json:
         output.print_json(
-            {**facts, "target": args.target, "draft": draft, "runs": _runs_json(cases, runs), **options.machine()}
+            {**facts, "target": args.target, "draft": args.draft, "runs": _runs_json(cases, runs), **options.machine()}
         )
     return 1 if any(r.failure for r in runs) else 0
 

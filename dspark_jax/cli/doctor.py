@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 from typing import Any
 
+from dspark_jax.checkpoint.source import DEFAULT_DRAFT
 from dspark_jax.cli import options, output
 from dspark_jax.doctor import FAIL, SKIPPED, WARN, Check, check_installation, check_pair
 from dspark_jax.errors import RequestError
@@ -26,8 +27,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.draft is not None and args.target is None:
+    if args.target is None and args.draft not in (options.NO_DRAFT, DEFAULT_DRAFT):
         raise RequestError(f"--draft={args.draft} needs --target: a draft is checked against the target it belongs to")
+    options.settle_draft(args)
     checks = []
     console = output.console()
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from dspark_jax.checkpoint.source import DEFAULT_DRAFT, resolve_draft
 from dspark_jax.cli import bad_rows, options, output
 from dspark_jax.cli.models import check_models, load_pairs
 from dspark_jax.errors import RequestError
@@ -33,7 +34,10 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     group = parser.add_argument_group("models")
     group.add_argument("--target", required=True, metavar="NAME|PATH", help="a directory, a .gguf file, or the name smollm2")
     group.add_argument(
-        "--draft", required=True, action="append", metavar="DIR", help="may be repeated: the others are compared with the first"
+        "--draft",
+        action="append",
+        metavar="NAME|DIR",
+        help="may be repeated: the others are compared with the first (default: smollm2, where that is the target)",
     )
     group.add_argument("--dtype", choices=sorted(DTYPES), default="float32", help="default: %(default)s")
     options.add_cache(parser)
@@ -61,6 +65,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
+    args.draft = _drafts(args)
     policy = _checked_policy(args)
     rows, bad = read_rows(args.prompts)
     rows = take_per_source(rows, args.per_source)
@@ -81,6 +86,13 @@ def run(args: argparse.Namespace) -> int:
         output.print_json(_report(args, evaluations, comparisons, bad, facts))
     failed = any("error" in p.finish for e in evaluations for r in e.results for p in r.prompts)
     return 1 if failed else 0
+
+
+def _drafts(args: argparse.Namespace) -> list[str]:
+    found = [resolve_draft(name, args.target) for name in args.draft or [DEFAULT_DRAFT]]
+    if None in found:
+        raise RequestError(f"--draft is needed: the target {args.target} has none of its own")
+    return [str(path) for path in found]
 
 
 def _checked_policy(args: argparse.Namespace) -> Policy:

@@ -45,6 +45,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     started = time.perf_counter()
+    options.settle_draft(args)
     policy = options.parse_policy(args.policy) if args.policy else None
     prompts = _prompts(args)
     sampling = options.sampling_for(args, len(prompts))

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import jax
 
-from dspark_jax.checkpoint.source import cache_dir, read_draft_config
+from dspark_jax.checkpoint.source import DEFAULT_DRAFT, cache_dir, read_draft_config, resolve_draft
 from dspark_jax.errors import RequestError
 from dspark_jax.machine import machine as machine
 from dspark_jax.pair import DTYPES, Pair, load_pair
@@ -40,7 +40,11 @@ class PromptRow(NamedTuple):
     domain: str = ""
 
 
-def add_model(parser: argparse.ArgumentParser, target_required: bool = True) -> None:
+NO_DRAFT = "none"
+
+
+def add_model(parser: argparse.ArgumentParser, target_required: bool = True, draft: str = DEFAULT_DRAFT) -> None:
+    """``--target``, ``--draft`` (by default ``draft``; see ``settle_draft``) and ``--dtype``."""
     group = parser.add_argument_group("models")
     group.add_argument(
         "--target",
@@ -48,7 +52,13 @@ def add_model(parser: argparse.ArgumentParser, target_required: bool = True) -> 
         metavar="NAME|PATH",
         help="a Hugging Face directory, a .gguf file, a directory in own form, or the name smollm2",
     )
-    group.add_argument("--draft", metavar="DIR", help="the draft, in DeepSpec or own form; without it: plain decoding")
+    group.add_argument(
+        "--draft",
+        default=draft,
+        metavar="NAME|DIR",
+        help="a draft in DeepSpec or own form; smollm2: the one that comes with this program; default: that one for the target"
+        " smollm2, none for others; none: plain decoding (default: %(default)s)",
+    )
     group.add_argument(
         "--dtype", choices=sorted(DTYPES), default="float32", help="of weights and caches (default: %(default)s)"
     )
@@ -104,6 +114,12 @@ def use_compilation_cache(args: argparse.Namespace) -> Path | None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     return directory
+
+
+def settle_draft(args: argparse.Namespace) -> None:
+    """Replace ``args.draft`` by the path it means, or by None."""
+    path = resolve_draft(None if args.draft == NO_DRAFT else args.draft, args.target)
+    args.draft = None if path is None else str(path)
 
 
 def load(args: argparse.Namespace) -> Pair:

@@ -40,7 +40,8 @@ def run(args: argparse.Namespace) -> int:
                 raise RequestError(f"--{name}={value} must be at least 1")
     if args.output and len(args.batch_size) != 1:
         raise RequestError(f"--output={args.output} needs a single --batch-size")
-    if not args.draft:
+    options.settle_draft(args)
+    if args.draft is None:
         raise RequestError("dspark profile needs --draft: plain decoding has nothing to decide")
     options.use_compilation_cache(args)
     with output.progress(f"loading {args.target} and {args.draft}"):
