@@ -24,5 +24,5 @@ $dspark train $common --data "$@" "$out/answers.jsonl" --out "$run/whole" --init
     --ce-weight 0.1 --l1-weight 0.9 --lr 3e-4 --steps "$whole"
 
 $dspark eval --target smollm2 --draft "$run/whole/draft" --prompts "$eval" --batch-size 16 --json \
-    --plot "$run/reliability.png" | tail -n 1 > "$run/evaluation.json.tmp"
-mv "$run/evaluation.json.tmp" "$run/evaluation.json"
+    --plot "$run/reliability.png" > "$run/evaluation.txt"
+tail -n 1 "$run/evaluation.txt" > "$run/evaluation.json"

@@ -1,6 +1,10 @@
 """``dspark train`` from rows to a draft: what is supervised, what is skipped and counted, what is refused by name."""
 
 import json
+import os
+import subprocess
+import sys
+import time
 
 import jax.numpy as jnp
 import numpy as np
@@ -131,6 +135,41 @@ def test_a_run_ends_with_a_draft_that_serves(setting, tmp_path, capsys) -> None:
     capsys.readouterr()
     assert main(arguments(setting, out, *more, "--lr", "1")) == 2
     assert "learning_rate" in capsys.readouterr().err
+
+
+def test_killed_at_any_moment_a_run_goes_on_and_ends_with_the_same_draft(setting, tmp_path) -> None:
+    """PITFALLS group 6. SIGKILL cannot be caught: what counts is that a step directory appears only when it is whole.
+
+    Would catch a latest pointer written before its arrays, counters outside the checkpoint, batches that depend on the restart.
+    """
+    steps = ["--steps", "24", "--save-every", "3", "--cache", str(tmp_path / "cache")]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "DSPARK_CACHE": str(tmp_path / "programs")}
+
+    def start(out) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "dspark_jax", *arguments(setting, out, *steps)]
+        return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    assert start(tmp_path / "whole").wait() == 0
+    run = tmp_path / "killed" / "steps"
+    seen = []
+    for goal in (3, 9, 15):
+        process = start(tmp_path / "killed")
+        # Killed while a later step is being written (its temporary directory exists), or as soon as ``goal`` is there.
+        deadline = time.monotonic() + 300
+        while process.poll() is None and time.monotonic() < deadline:
+            names = [p.name for p in run.iterdir()] if run.is_dir() else []
+            if any(not n.isdigit() for n in names) and max([int(n) for n in names if n.isdigit()], default=0) >= goal - 3:
+                break
+            if any(n.isdigit() and int(n) >= goal for n in names):
+                break
+            time.sleep(0.001)
+        process.kill()
+        process.wait()
+        seen.append(sorted(p.name for p in run.iterdir()))
+    assert start(tmp_path / "killed").wait() == 0
+    assert any(n.isdigit() for n in seen[-1]) and "24" not in seen[-1], seen  # killed half way, with something to go on from
+    ours, theirs = ((tmp_path / n / "draft" / "model.safetensors").read_bytes() for n in ("killed", "whole"))
+    assert ours == theirs
 
 
 def test_training_goes_on_from_a_finished_draft(setting, tmp_path, capsys) -> None:
