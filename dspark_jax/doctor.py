@@ -336,7 +336,8 @@ class _PairDoctor:
         propose_once = jax.jit(propose, static_argnames=("model", "slots"))
         proposal = propose_once(pair.model, pair.params, state, slots=block, greedy=jnp.asarray(False))
         tokens = np.asarray(proposal.tokens[0])
-        if not bool(jnp.all(jnp.isfinite(proposal.log_q))):
+        # Outside of a reduced draft vocabulary log q is -inf; a row with NaN or without any mass has no finite sum.
+        if not bool(jnp.all(jnp.isfinite(jax.nn.logsumexp(proposal.log_q, axis=-1)))):
             raise CheckpointError(f"{self.draft}: the draft's logits are not finite")
         if tokens.min() < 0 or tokens.max() >= pair.model.target.vocab_size:
             raise CheckpointError(f"{self.draft}: proposed token ids {tokens.tolist()} lie outside the vocabulary")

@@ -85,6 +85,20 @@ def test_borrowed_embeddings(pair: tuple[Path, Path]) -> None:
     assert status == "ok" and "borrowed" in detail
 
 
+def test_a_reduced_draft_vocabulary(pair: tuple[Path, Path]) -> None:
+    """Its log q is -inf outside the kept ids by design; that is not damage."""
+
+    def reduce(tensors: Tensors) -> None:
+        tensors["d2t"] = np.arange(160, dtype=np.int64)  # every second of 320 ids
+        tensors["markov_head.markov_w2.weight"] = tensors["markov_head.markov_w2.weight"][::2]
+        del tensors["lm_head.weight"]
+
+    edit_tensors(pair[1], reduce)
+    edit_config(pair[1], draft_vocab_size=160)
+    found = examine(pair)
+    assert {name: found[name][0] for name in LATER} == dict.fromkeys(LATER, "ok"), found
+
+
 def test_missing_target(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     found = examine((pair[0] / "nowhere", pair[1]))
     fails(found, "target", "nowhere")
