@@ -95,7 +95,7 @@ def bind(policy: Policy, pair: Pair, rows: int, capacity: int, sampled: bool) ->
         _log.warning("%s", error)
         sizes = policy.token_sizes(rows, check_policy(policy, pair.model.draft))
         table = CostTable.make(sizes, sizes, CONTEXTS, rows=rows)
-    return policy.replace(cost=table)  # type: ignore[attr-defined]
+    return policy.replace(cost=table)  # type: ignore[attr-defined]  # flax.struct adds replace
 
 
 def profile(

@@ -277,7 +277,7 @@ def trainer(steps: int = 20, config=DRAFT, kept=None, mesh=None, cache=None, dat
 
 
 class TestRun:
-    SETTINGS = {"a": 1}  # noqa: RUF012
+    SETTINGS = {"a": 1}  # noqa: RUF012 (never changed)
 
     def run(self, path, steps_now: int | None = None, mesh=None):
         """Train 20 steps, or until a checkpoint at ``steps_now`` is written and the process is gone."""

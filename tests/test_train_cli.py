@@ -19,7 +19,7 @@ from dspark_jax.errors import RequestError
 from dspark_jax.params import init_params, target_specs
 from dspark_jax.train.rows import BadRow, conversation, encode, load_examples
 
-TEMPLATE = "{% for m in messages %}{{ {'user': 'w34', 'assistant': 'w35'}[m.role] }} {{ m.content }}{% if m.role == 'assistant' %} w1{% endif %} {% endfor %}{% if add_generation_prompt %}w35 {% endif %}"  # noqa: E501
+TEMPLATE = "{% for m in messages %}{{ {'user': 'w34', 'assistant': 'w35'}[m.role] }} {{ m.content }}{% if m.role == 'assistant' %} w1{% endif %} {% endfor %}{% if add_generation_prompt %}w35 {% endif %}"  # noqa: E501 (a template is one line)
 
 
 def tokenizer():

@@ -89,6 +89,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _drafts(args: argparse.Namespace) -> list[str]:
+    """The paths of --draft; without it the one shipped for the target.
+
+    Raises:
+      RequestError: there is none.
+    """
     found = [resolve_draft(name, args.target) for name in args.draft or [DEFAULT_DRAFT]]
     if None in found:
         raise RequestError(f"--draft is needed: the target {args.target} has none of its own")

@@ -30,6 +30,7 @@ from dspark_jax.schedule import (
     check_policy,
 )
 
+NO_DRAFT = "none"
 POLICY_FORMS = "adaptive | observed | algorithm1 | lagged | full-search | ar | fixed | fixed:N | threshold:X | survival:X"
 
 
@@ -38,9 +39,6 @@ class PromptRow(NamedTuple):
 
     prompt: Prompt
     domain: str = ""
-
-
-NO_DRAFT = "none"
 
 
 def add_model(parser: argparse.ArgumentParser, target_required: bool = True, draft: str = DEFAULT_DRAFT) -> None:

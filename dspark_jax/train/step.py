@@ -150,7 +150,7 @@ def gradients(
         return share(*first)
     shapes = jax.eval_shape(share, *first)
     start = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-    add = lambda total, xs: (jax.tree.map(jnp.add, total, share(*xs)), None)  # noqa: E731
+    add = lambda total, xs: (jax.tree.map(jnp.add, total, share(*xs)), None)  # noqa: E731 (used once, just below)
     return jax.lax.scan(add, start, (batches, features))[0]
 
 
